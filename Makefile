@@ -1,0 +1,43 @@
+# make demo   set up and run the main job on the embedded model; pictures go to demo-output/
+# make test   set up and run the tests
+# make lint   ruff, its formatter, mypy
+PYTHON ?= python3
+VENV ?= .venv
+PYTEST_FLAGS ?=
+DEMO_OUTPUT ?= demo-output
+
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
+# What an install depends on; an older stamp is made anew.
+SOURCES := pyproject.toml constraints.txt
+
+.PHONY: demo test lint clean
+.DEFAULT_GOAL := test
+
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; name one with: make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.demo-installed: $(VENV)/.created $(SOURCES)
+	$(PIP_INSTALL) -e '.[demo]'
+	@touch $@
+
+$(VENV)/.dev-installed: $(VENV)/.created $(SOURCES)
+	$(PIP_INSTALL) -e '.[dev]'
+	@touch $@ $(VENV)/.demo-installed
+
+demo: $(VENV)/.demo-installed
+	$(BIN)/diffusers-continuous demo --output $(DEMO_OUTPUT)
+
+test: $(VENV)/.dev-installed
+	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+lint: $(VENV)/.dev-installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy src
+
+clean:
+	rm -rf $(VENV) $(DEMO_OUTPUT) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
