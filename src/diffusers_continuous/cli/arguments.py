@@ -1,0 +1,127 @@
+"""A parser that says what it knows, and the readers of single values, shared by options and prompt files.
+
+A reader takes a string or a JSON value, gives the value back in its own type and raises `ValueError` with a message
+that names the value and what was expected.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn, TypeVar
+
+T = TypeVar("T")
+
+SIZE_MULTIPLE = 16  # a token is 2x2 latent pixels of 8x8 picture pixels
+MAX_SIDE = 8192
+MAX_SEED = 2**63 - 1
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """An argparse parser without abbreviations whose error for an unknown option names the known ones."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(allow_abbrev=False, **kwargs)
+
+    def parse_all(self, argv: Sequence[str]) -> argparse.Namespace:
+        """The namespace of `argv`; options and positionals may come in any order. Exits on anything unknown."""
+        known, unknown = self.parse_known_intermixed_args(list(argv))
+        if unknown:
+            option = next((word for word in unknown if word.startswith("-")), unknown[0]).split("=")[0]
+            options = [name for name in self._option_string_actions if name.startswith("--")]
+            self.error(f"option {option!r} is not known{suggest(option, options)}")
+        return known
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """What to add to "X is not known": the nearest known word, if one is near, and all of them."""
+    known = sorted(known)
+    near = difflib.get_close_matches(word, known, n=1)
+    return (f"; did you mean {near[0]!r}?" if near else ";") + f" choose from {', '.join(known)}"
+
+
+def option_type(read: Callable[[Any], T]) -> Callable[[str], T]:
+    """`read` as an argparse `type`, with its own message in the error."""
+
+    def convert(text: str) -> T:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return convert
+
+
+def read_text(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is not a text")
+    return value
+
+
+def read_size(value: object) -> tuple[int, int]:
+    """(width, height) from "WxH" or [W, H]; both are multiples of 16."""
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(-?\d+)\s*[xX×]\s*(-?\d+)\s*", value)  # noqa: RUF001
+        sides = [int(side) for side in match.groups()] if match else []
+    else:
+        sides = value if isinstance(value, list) and all(type(side) is int for side in value) else []
+    if len(sides) != 2:
+        raise ValueError(f"size {value!r} is not WIDTHxHEIGHT, for example 1328x1328 or 128x192")
+    width, height = sides
+    if min(sides) < SIZE_MULTIPLE or max(sides) > MAX_SIDE:
+        raise ValueError(f"size {width}x{height} is out of range: each side is {SIZE_MULTIPLE} to {MAX_SIDE} pixels")
+    if width % SIZE_MULTIPLE or height % SIZE_MULTIPLE:
+        raise ValueError(
+            f"size {width}x{height} is not a multiple of {SIZE_MULTIPLE} on both sides; the nearest sizes are "
+            + " and ".join(f"{w}x{h}" for w, h in _nearest_sizes(width, height))
+        )
+    return width, height
+
+
+def _nearest_sizes(width: int, height: int) -> list[tuple[int, int]]:
+    down = tuple(side // SIZE_MULTIPLE * SIZE_MULTIPLE for side in (width, height))
+    up = tuple(math.ceil(side / SIZE_MULTIPLE) * SIZE_MULTIPLE for side in (width, height))
+    return [(down[0], down[1]), (up[0], up[1])]
+
+
+def integer_reader(name: str, least: int, most: int | None = None) -> Callable[[object], int]:
+    """A reader of whole numbers in `least..most`."""
+    limits = f"at least {least}" if most is None else f"{least} to {most}"
+
+    def read(value: object) -> int:
+        number = _whole_number(value)
+        if number is None or number < least or (most is not None and number > most):
+            raise ValueError(f"{name} {value!r} is not a whole number of {limits}")
+        return number
+
+    return read
+
+
+def _whole_number(value: object) -> int | None:
+    if isinstance(value, str):
+        return int(value) if re.fullmatch(r"\s*[+-]?\d+\s*", value) else None
+    return value if type(value) is int else None  # a JSON true is no number
+
+
+def read_cfg(value: object) -> float:
+    """A guidance scale, a finite number of at least 0."""
+    try:
+        scale = float(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else math.nan
+    except ValueError:
+        scale = math.nan
+    if not (math.isfinite(scale) and scale >= 0):
+        raise ValueError(f"cfg {value!r} is not a number of at least 0 (1 or less draws without guidance)")
+    return scale
+
+
+read_steps = integer_reader("steps", 1, 1000)
+read_num_images = integer_reader("num_images", 1, 1000)
+read_seed = integer_reader("seed", 0, MAX_SEED)
+read_max_batch = integer_reader("max-batch", 1)

@@ -1,0 +1,180 @@
+"""`diffusers-continuous demo`: eight callers, one pipeline, and the stock pipeline beside it.
+
+Eight threads call `pipe.stream` at staggered times with different prompts, sizes, step counts and guidance. The stock
+pipeline then draws the same eight one after another in the same process, and every picture is compared.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .arguments import ArgumentParser
+from .pictures import save_picture
+from .timeline import Lane, draw_contact_sheet, draw_timeline
+
+if TYPE_CHECKING:
+    from diffusers import QwenImagePipeline
+    from PIL.Image import Image as Picture
+
+    from diffusers_continuous import ContinuousBatchingPipeline, RequestOutput, StepRecord
+
+DESCRIPTION = """\
+Eight callers at staggered times, with different prompts, sizes, step counts and guidance, on the embedded model. Writes
+their pictures, contact-sheet.png and timeline.png, and tells the speed against the stock pipeline called one after
+another."""
+
+
+@dataclass(frozen=True)
+class Caller:
+    """One caller of the demo: when it comes and what it wants."""
+
+    delay_s: float
+    prompt: str
+    width: int
+    height: int
+    steps: int
+    cfg: float
+    seed: int
+
+    @property
+    def settings(self) -> str:
+        guidance = f"CFG {self.cfg:g}" if self.cfg > 1 else "no CFG"
+        return f"{self.width}x{self.height}, {self.steps} steps, {guidance}"
+
+    def call_arguments(self) -> dict[str, Any]:
+        """The arguments that the stock pipeline and ours take alike."""
+        import torch
+
+        return {
+            "prompt": self.prompt,
+            "negative_prompt": " " if self.cfg > 1 else None,
+            "true_cfg_scale": self.cfg,
+            "width": self.width,
+            "height": self.height,
+            "num_inference_steps": self.steps,
+            "generator": torch.Generator().manual_seed(self.seed),
+        }
+
+
+CALLERS = (
+    Caller(0.00, "a red star on a blue background", 128, 128, 30, 4.0, 0),
+    Caller(0.05, "a large green circle on a white background", 96, 96, 12, 4.0, 1),
+    Caller(0.10, "a yellow heart to the left of a purple square on a black background", 192, 128, 24, 4.0, 2),
+    Caller(0.15, "a white ring on a pink background", 128, 192, 20, 1.0, 3),
+    Caller(0.20, "an orange triangle on a purple background", 160, 160, 20, 3.0, 4),
+    Caller(0.30, "a large yellow cross on a red background", 256, 256, 16, 2.0, 5),
+    Caller(0.40, "a blue diamond on a yellow background", 96, 192, 20, 4.0, 6),
+    Caller(0.50, "a black square above an orange circle on a green background", 128, 160, 28, 5.0, 7),
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = ArgumentParser(prog="diffusers-continuous demo", description=DESCRIPTION)
+    parser.add_argument("--output", type=Path, default=Path("demo-output"), metavar="DIR", help="default: %(default)s")
+    folder: Path = parser.parse_all(argv).output
+    folder.mkdir(parents=True, exist_ok=True)
+
+    from .loading import EMBEDDED_MODEL, load_pipeline, load_stock_pipeline
+
+    print(f"loading {EMBEDDED_MODEL}")
+    pipe, stock = load_pipeline(None), load_stock_pipeline(None)
+    warm_up(pipe, stock)
+    together = draw_together(pipe)
+    one_by_one = draw_one_by_one(stock)
+    write_pictures(folder, together)
+    draw_timeline(together.lanes, together.records, folder / "timeline.png", "Eight callers, one engine")
+    report(folder, together, one_by_one)
+    return 0
+
+
+@dataclass(frozen=True)
+class Together:
+    """What the callers got, in their order, and how long it took from the first call to the last picture."""
+
+    outputs: list[RequestOutput]
+    records: tuple[StepRecord, ...]
+    wall_s: float
+
+    @property
+    def pictures(self) -> list[Picture]:
+        return [output.images[0] for output in self.outputs]
+
+    @property
+    def lanes(self) -> list[Lane]:
+        return [
+            Lane(output.request_id, caller.settings, caller.cfg > 1, output.metrics.arrival_s, output.metrics.finish_s)
+            for caller, output in zip(CALLERS, self.outputs, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class OneByOne:
+    """The same requests through the stock pipeline."""
+
+    pictures: list[Picture]
+    wall_s: float
+
+
+def warm_up(pipe: ContinuousBatchingPipeline, stock: QwenImagePipeline) -> None:
+    """Both draw one small picture, so that neither pays a first call's costs on the clock."""
+    for either in (pipe, stock):
+        either(**{**CALLERS[0].call_arguments(), "num_inference_steps": 2})
+
+
+def draw_together(pipe: ContinuousBatchingPipeline) -> Together:
+    """Every caller in its own thread, each at its own time."""
+    start = time.monotonic()
+    with ThreadPoolExecutor(len(CALLERS), thread_name_prefix="caller") as threads:
+        outputs = list(threads.map(lambda caller: _call(pipe, caller, start), CALLERS))
+    return Together(outputs, pipe.init_continuous_batching().stats().recent_steps, time.monotonic() - start)
+
+
+def _call(pipe: ContinuousBatchingPipeline, caller: Caller, start: float) -> RequestOutput:
+    time.sleep(max(0.0, start + caller.delay_s - time.monotonic()))
+    for output in pipe.stream(**caller.call_arguments()):
+        if output.finished:
+            print(f"  {time.monotonic() - start:5.2f} s  {caller.settings:<28} {caller.prompt}")
+            if output.error is not None:
+                raise output.error
+            return output
+    raise RuntimeError("the stream ended without a result")
+
+
+def draw_one_by_one(stock: QwenImagePipeline) -> OneByOne:
+    """The same requests, each as soon as the one before is done."""
+    start = time.monotonic()
+    pictures = [stock(**caller.call_arguments()).images[0] for caller in CALLERS]
+    return OneByOne(pictures, time.monotonic() - start)
+
+
+def write_pictures(folder: Path, together: Together) -> None:
+    """The pictures, each with what made it, and the contact sheet."""
+    for number, (caller, picture) in enumerate(zip(CALLERS, together.pictures, strict=True), 1):
+        text = {"prompt": caller.prompt, "seed": str(caller.seed), "settings": caller.settings}
+        save_picture(picture, folder / f"picture-{number}.png", text)
+    labels = [f"{caller.prompt}\n{caller.settings}" for caller in CALLERS]
+    save_picture(draw_contact_sheet(together.pictures, labels), folder / "contact-sheet.png", {})
+
+
+def report(folder: Path, together: Together, one_by_one: OneByOne) -> None:
+    """Prints the speed of both, how far the pictures are from stock's, and where the files are."""
+    count = len(CALLERS)
+    ours, stock = count / together.wall_s, count / one_by_one.wall_s
+    print(f"together    {together.wall_s:6.2f} s  {ours:5.2f} images/s  (the callers' delays included)")
+    print(f"one by one  {one_by_one.wall_s:6.2f} s  {stock:5.2f} images/s  (the stock pipeline, no delays)")
+    print(f"ratio       {ours / stock:6.2f}")
+    print(f"largest difference to the stock pictures: {largest_difference(together, one_by_one)} of 255")
+    print(f"pictures, contact-sheet.png and timeline.png are in {folder}")
+
+
+def largest_difference(together: Together, one_by_one: OneByOne) -> int:
+    """The largest difference of any channel of any pixel, out of 255."""
+    pairs = zip(together.pictures, one_by_one.pictures, strict=True)
+    return max(int(np.abs(np.asarray(a, np.int16) - np.asarray(b, np.int16)).max()) for a, b in pairs)

@@ -1,0 +1,70 @@
+"""Loads the pipeline that a command runs, on the best device of this machine."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+    from diffusers import QwenImagePipeline
+
+    from diffusers_continuous import ContinuousBatchingPipeline
+
+EMBEDDED_MODEL = "the embedded model"
+
+
+def load_pipeline(model: str | None) -> ContinuousBatchingPipeline:
+    """The pipeline of a folder or hub repository, or of the embedded model; bfloat16 on an accelerator, else float32.
+
+    Raises `OSError` or `ValueError` when there is no such model.
+    """
+    from diffusers_continuous import ContinuousBatchingPipeline
+
+    return _load(ContinuousBatchingPipeline, model)
+
+
+def load_stock_pipeline(model: str | None) -> QwenImagePipeline:
+    """Diffusers' own pipeline of the same model, with its own copy of the weights and without its bar."""
+    from diffusers import QwenImagePipeline
+
+    pipe = _load(QwenImagePipeline, model)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def _load(pipeline_class: Any, model: str | None) -> Any:
+    import torch
+
+    from diffusers_continuous import embedded_model_path
+
+    device = best_device()
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    source = str(embedded_model_path()) if model is None else model
+    with _no_loading_bars():
+        return pipeline_class.from_pretrained(source, dtype=dtype).to(device)
+
+
+def best_device() -> torch.device:
+    """An accelerator if torch has one here, else the CPU."""
+    import torch
+
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
+@contextmanager
+def _no_loading_bars() -> Iterator[None]:
+    """Diffusers and transformers draw a bar per component; a command has one bar for all it does."""
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
+
+    libraries = [library for library in (diffusers_logging, transformers_logging) if library.is_progress_bar_enabled()]
+    for library in libraries:
+        library.disable_progress_bar()
+    try:
+        yield
+    finally:
+        for library in libraries:
+            library.enable_progress_bar()
