@@ -1,0 +1,504 @@
+"""How much faster `ContinuousBatchingPipeline` draws a list of requests than the stock pipeline called one by one.
+
+    python scripts/bench_offline.py --requests 8 --size 128 --steps 20 --cfg 4
+    python scripts/bench_offline.py --requests 8 --mixed
+    python scripts/bench_offline.py --requests 1 --cfg 1
+
+Both sides run in this process, with the same weights, threads, prompts and noise. After a warm-up and a comparison of the
+pictures, stock and ours alternate; every figure is the median over the pairs. Each pair has new prompts, so that no cache
+of embeddings helps (the shared negative prompt is encoded once, which is what the engine does). Prints the machine, the
+settings, a table, and one JSON object as the last line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import itertools
+import json
+import os
+import platform
+import random
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import diffusers
+import numpy as np
+import torch
+import torch.nn.functional as F
+import transformers
+from diffusers import QwenImagePipeline
+
+from diffusers_continuous import ContinuousBatchingConfig, ContinuousBatchingPipeline, embedded_model_path
+from diffusers_continuous.attention import get_backend
+from diffusers_continuous.batch import InputBatch
+from diffusers_continuous.futures import RequestFuture
+from diffusers_continuous.request import RequestState, Row, SamplingParams
+from diffusers_continuous.scheduler import StepScheduler
+
+COLORS = ("red", "green", "blue", "yellow", "purple", "orange", "pink", "white", "black", "gray")
+OBJECTS = ("star", "circle", "square", "triangle", "heart", "ring", "cross", "diamond")
+MIXED_SIZES = ((96, 96), (256, 256), (128, 192), (128, 128), (192, 96), (160, 160), (192, 192), (224, 128))
+MAX_DIFFERENCE = 1  # of 255: other shapes of a matrix product round differently, never by more than one step
+
+
+@dataclass(frozen=True)
+class BenchRequest:
+    """One picture to draw."""
+
+    prompt: str
+    width: int
+    height: int
+    steps: int
+    cfg: float
+    seed: int
+
+    @property
+    def is_guided(self) -> bool:
+        return self.cfg > 1
+
+    def call_arguments(self) -> dict[str, Any]:
+        """What both pipelines take."""
+        return {
+            "prompt": self.prompt,
+            "negative_prompt": " " if self.is_guided else None,
+            "true_cfg_scale": self.cfg,
+            "width": self.width,
+            "height": self.height,
+            "num_inference_steps": self.steps,
+            "generator": torch.Generator().manual_seed(self.seed),
+        }
+
+
+def main() -> int:
+    args = _parse_arguments()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    bench = Bench(args)
+    print_header(args)
+    difference = bench.largest_difference()
+    print(f"pictures: differ from the stock pipeline's by at most {difference} of 255")
+    if difference > MAX_DIFFERENCE:
+        print("error: the two sides do not draw the same pictures, so their times say nothing", file=sys.stderr)
+        return 1
+    result = {**bench.run(), **machine(), **settings(args), "max_difference": difference}
+    print_table(result)
+    print(json.dumps(result))
+    return 0
+
+
+def _parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=8, help="pictures per run (default: %(default)s)")
+    parser.add_argument("--size", default="128", help="N or WxH in pixels (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=20, help="denoising steps (default: %(default)s)")
+    parser.add_argument("--cfg", type=float, default=4.0, help="guidance scale, 1 is none (default: %(default)s)")
+    parser.add_argument("--mixed", action="store_true", help="sizes from 96 to 256, every second request unguided")
+    parser.add_argument("--repeats", type=int, default=5, help="pairs of runs, at least 3 (default: %(default)s)")
+    parser.add_argument("--model", help="folder or repository (default: the embedded model)")
+    parser.add_argument("--threads", type=int, help="torch threads of both sides (default: torch's own)")
+    args = parser.parse_args()
+    width, _, height = args.size.partition("x")
+    try:
+        args.width, args.height = int(width), int(height or width)
+    except ValueError:
+        parser.error(f"--size {args.size!r} is neither N nor WxH")
+    if args.repeats < 3:
+        parser.error(f"--repeats {args.repeats} is too few for a median; at least 3")
+    return args
+
+
+class Bench:
+    """Both pipelines and what is timed of them."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.prompts = _all_prompts()
+        self.device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+        dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
+        source = args.model or str(embedded_model_path())
+        self.stock = QwenImagePipeline.from_pretrained(source, dtype=dtype).to(self.device)
+        self.stock.set_progress_bar_config(disable=True)
+        self.ours = ContinuousBatchingPipeline.from_pretrained(source, dtype=dtype).to(self.device)
+        self.ours.init_continuous_batching(
+            continuous_batching_config=ContinuousBatchingConfig(max_requests_per_batch=max(32, args.requests))
+        )
+        self.last_outputs: list[Any] = []
+
+    def next_requests(self) -> list[BenchRequest]:
+        """Requests with prompts that were not used before."""
+        return [self._request(index, next(self.prompts)) for index in range(self.args.requests)]
+
+    def _request(self, index: int, prompt: str) -> BenchRequest:
+        args = self.args
+        if not args.mixed:
+            return BenchRequest(prompt, args.width, args.height, args.steps, args.cfg, index)
+        width, height = MIXED_SIZES[index % len(MIXED_SIZES)]
+        return BenchRequest(prompt, width, height, args.steps, args.cfg if index % 2 == 0 else 1.0, index)
+
+    def draw_stock(self, calls: Sequence[dict[str, Any]]) -> list[Any]:
+        """One call after another."""
+        return [self.stock(**call).images[0] for call in calls]
+
+    def draw_ours(self, calls: Sequence[dict[str, Any]]) -> list[Any]:
+        """All calls at once."""
+        self.last_outputs = list(self.ours.generate_batch(list(calls)).values())
+        for output in self.last_outputs:
+            if output.error is not None:
+                raise output.error
+        return [output.images[0] for output in self.last_outputs]
+
+    def largest_difference(self) -> int:
+        """Warms both sides up and compares their pictures."""
+        requests = self.next_requests()
+        pairs = [draw([r.call_arguments() for r in requests]) for draw in (self.draw_stock, self.draw_ours)]
+        return max(
+            int(np.abs(np.asarray(a, np.int16) - np.asarray(b, np.int16)).max()) for a, b in zip(*pairs, strict=True)
+        )
+
+    def run(self) -> dict[str, Any]:
+        """All figures."""
+        return {
+            **self.measure_throughput(),
+            **self.measure_denoising(),
+            **self.measure_decoding(),
+            **self.measure_batch_making(),
+            **measure_scheduling(),
+            "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        }
+
+    def measure_throughput(self) -> dict[str, Any]:
+        """Prompt to picture."""
+        latencies: list[float] = []
+
+        def prepare() -> Callable[[], list[dict[str, Any]]]:
+            requests = self.next_requests()
+            return lambda: [request.call_arguments() for request in requests]
+
+        def ours(calls: list[dict[str, Any]]) -> None:
+            self.draw_ours(calls)
+            latencies.extend(output.metrics.latency_s for output in self.last_outputs)
+
+        pairs = time_pairs(prepare, self.draw_stock, ours, self.args.repeats)
+        stats = self.ours.init_continuous_batching().stats()
+        return {
+            "throughput_ratio": pairs.ratio,
+            "images_per_s": self.args.requests / pairs.ours_s,
+            "stock_images_per_s": self.args.requests / pairs.stock_s,
+            "p50_latency_s": float(np.percentile(latencies, 50)),
+            "p95_latency_s": float(np.percentile(latencies, 95)),
+            "mean_rows_per_step": stats.mean_rows_per_step,
+        }
+
+    def measure_denoising(self) -> dict[str, Any]:
+        """The steps alone: embeddings go in, latents come out."""
+        requests = self.next_requests()
+        embeds = [self._embeds(request) for request in requests]
+
+        def calls() -> list[dict[str, Any]]:
+            drop = {"prompt": None, "negative_prompt": None, "output_type": "latent"}
+            return [{**r.call_arguments(), **drop, **e} for r, e in zip(requests, embeds, strict=True)]
+
+        pairs = time_pairs(lambda: calls, self.draw_stock, self.draw_ours, self.args.repeats)
+        return {"denoise_ratio": pairs.ratio, "stock_denoise_s": pairs.stock_s, "denoise_s": pairs.ours_s}
+
+    @torch.no_grad()
+    def _embeds(self, request: BenchRequest) -> dict[str, Any]:
+        embeds, mask = self.stock.encode_prompt(request.prompt, device=self.device)
+        found = {"prompt_embeds": embeds, "prompt_embeds_mask": mask}
+        if request.is_guided:
+            embeds, mask = self.stock.encode_prompt(" ", device=self.device)
+            found |= {"negative_prompt_embeds": embeds, "negative_prompt_embeds_mask": mask}
+        return found
+
+    @torch.no_grad()
+    def measure_decoding(self) -> dict[str, Any]:
+        """Latents to pixel tensors: `vae.decode` one by one against the engine's decode stage, rows of one size together."""
+        requests = self.next_requests()
+        with captured_batches() as batches:
+            self.draw_ours([{**request.call_arguments(), "num_inference_steps": 2} for request in requests])
+        model = batches[-1].model
+        rows = [copy.copy(row) for row in max(batches, key=lambda batch: len(batch.rows)).rows]
+
+        def stock(rows: list[Row]) -> None:
+            for row in rows:
+                self._decode_stock(row)
+
+        def ours(rows: list[Row]) -> None:
+            by_size = sorted(rows, key=_row_size)
+            for _, group in itertools.groupby(by_size, key=_row_size):
+                model.post_decode(list(group))
+
+        pairs = time_pairs(lambda: lambda: rows, stock, ours, max(5, self.args.repeats))
+        return {"decode_ratio": pairs.ratio, "stock_decode_s": pairs.stock_s, "decode_s": pairs.ours_s}
+
+    def _decode_stock(self, row: Row) -> torch.Tensor:
+        """The lines of the stock pipeline's `__call__` after its last step."""
+        height, width = _row_size(row)
+        vae = self.stock.vae
+        latents = self.stock._unpack_latents(row.latents[None], height, width, self.stock.vae_scale_factor)
+        latents = latents.to(vae.dtype)
+        shape = (1, vae.config.z_dim, 1, 1, 1)
+        mean = torch.tensor(vae.config.latents_mean).view(shape).to(latents.device, latents.dtype)
+        inverse_std = 1.0 / torch.tensor(vae.config.latents_std).view(shape).to(latents.device, latents.dtype)
+        return vae.decode(latents / inverse_std + mean, return_dict=False)[0][:, :, 0]
+
+    @torch.no_grad()
+    def measure_batch_making(self) -> dict[str, Any]:
+        """Making a batch of the same rows again, and of new rows; and the forward over its bare matrix products."""
+        found: dict[str, Any] = {}
+        for num_rows in (8, 64):
+            batch = self._batch_of(num_rows)
+            again, fresh = (
+                median_ms(lambda b=batch, p=previous: InputBatch.make(b.rows, b.model, p), 50)
+                for previous in (InputBatch.make(batch.rows, batch.model).composition, None)
+            )
+            found |= {f"make_batch_ms_{num_rows}": again, f"make_new_batch_ms_{num_rows}": fresh}
+        batch = self._batch_of(self.args.requests)
+        made = InputBatch.make(batch.rows, batch.model)
+        forward = median_ms(lambda: batch.model.denoise_step(made), 15)
+        bare = median_ms(bare_products(self.stock.transformer, made), 15)
+        return found | {"forward_ms": forward, "bare_ms": bare, "overhead_ratio": forward / bare}
+
+    def _batch_of(self, num_rows: int) -> MadeBatch:
+        """The largest batch that `num_rows` requests ran in."""
+        requests = [self._request(index, next(self.prompts)) for index in range(num_rows)]
+        config = ContinuousBatchingConfig(max_requests_per_batch=num_rows, max_batch_tokens=2**20)
+        pipe = ContinuousBatchingPipeline(**self.stock.components)
+        with (
+            captured_batches() as batches,
+            pipe.continuous_batching_context_manager(continuous_batching_config=config) as engine,
+        ):
+            calls = [{**request.call_arguments(), "num_inference_steps": 4} for request in requests]
+            ids = [engine.add_request(**call, output_type="latent") for call in calls]
+            for request_id in ids:
+                engine.get_result(request_id)
+        return max(batches, key=lambda batch: len(batch.rows))
+
+
+@dataclass(frozen=True)
+class MadeBatch:
+    """What the runner made a batch of."""
+
+    rows: tuple[Row, ...]
+    model: Any
+
+
+@contextmanager
+def captured_batches() -> Iterator[list[MadeBatch]]:
+    """The rows and the model of every batch that is made meanwhile."""
+    make, batches = InputBatch.make, []
+
+    def capture(rows: Sequence[Row], model: Any, *args: Any, **kwargs: Any) -> InputBatch:
+        batches.append(MadeBatch(tuple(copy.copy(row) for row in rows), model))
+        return make(rows, model, *args, **kwargs)
+
+    InputBatch.make = staticmethod(capture)
+    try:
+        yield batches
+    finally:
+        InputBatch.make = staticmethod(make)
+
+
+def _row_size(row: Row) -> tuple[int, int]:
+    return row.request.params.height, row.request.params.width
+
+
+def bare_products(transformer: Any, batch: InputBatch) -> Callable[[], None]:
+    """A function that computes every matrix product and attention of one forward of the stock model, and nothing else."""
+    image, text = int(batch.latents.shape[0]), int(batch.composition.prompt_embeds.shape[0])
+    rows = len(batch.rows)
+    products = [
+        (image, [transformer.img_in]),
+        (text, [transformer.txt_in]),
+        (rows, [transformer.time_text_embed.timestep_embedder.linear_1]),
+        (rows, [transformer.time_text_embed.timestep_embedder.linear_2]),
+        (rows, [transformer.norm_out.linear]),
+        (image, [transformer.proj_out]),
+    ]
+    for block in transformer.transformer_blocks:
+        attn = block.attn
+        products += [
+            (rows, [block.img_mod[1]]),
+            (rows, [block.txt_mod[1]]),
+            (image, [attn.to_q, attn.to_k, attn.to_v]),
+            (text, [attn.add_q_proj, attn.add_k_proj, attn.add_v_proj]),
+            (image, [attn.to_out[0]]),
+            (text, [attn.to_add_out]),
+            (image, [block.img_mlp.net[0].proj]),
+            (image, [block.img_mlp.net[2]]),
+            (text, [block.txt_mlp.net[0].proj]),
+            (text, [block.txt_mlp.net[2]]),
+        ]
+    like = batch.latents
+    weights = [torch.cat([linear.weight for linear in linears]) for _, linears in products]
+    inputs = [torch.randn(n, w.shape[1]).to(like) for (n, _), w in zip(products, weights, strict=True)]
+    heads = transformer.config.num_attention_heads
+    q, k, v = (torch.randn(batch.num_tokens, heads, transformer.config.attention_head_dim).to(like) for _ in range(3))
+    attend = get_backend("auto").forward
+
+    def compute() -> None:
+        for x, weight in zip(inputs, weights, strict=True):
+            F.linear(x, weight)
+        for _ in transformer.transformer_blocks:
+            attend(q, k, v, batch.layout.joint_runs)
+
+    return compute
+
+
+def measure_scheduling(num_waiting: int = 1000) -> dict[str, float]:
+    """One decision with `num_waiting` requests waiting: the slower of admitting a full batch and finding no room."""
+    admitting, full = [], []
+    for _ in range(20):
+        scheduler = StepScheduler(ContinuousBatchingConfig())
+        for index in range(num_waiting):
+            scheduler.add_request(_waiting_request(index))
+        admitting.append(_seconds(lambda s=scheduler: s.schedule(0.0)))
+        full.append(_seconds(lambda s=scheduler: s.schedule(0.1)))
+    return {"schedule_ms": 1e3 * max(statistics.median(admitting), statistics.median(full))}
+
+
+def _waiting_request(index: int) -> RequestState:
+    params = SamplingParams(
+        height=128, width=128, num_inference_steps=20, true_cfg_scale=4.0, do_true_cfg=True, priority=index % 3
+    )
+    state = RequestState(request_id=str(index), params=params, future=RequestFuture())
+    noise: Any = None
+    row = Row(state, 0, 64, noise, None, 20, prompt="a red star on a blue background", negative_prompt=" ")
+    state.rows = (row,)
+    return state
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Medians over paired runs; the ratio is the median of each pair's ratio."""
+
+    stock_s: float
+    ours_s: float
+    ratio: float
+
+
+def time_pairs(
+    prepare: Callable[[], Callable[[], Any]], stock: Callable[[Any], Any], ours: Callable[[Any], Any], repeats: int
+) -> Pairs:
+    """Times `stock` and `ours` in turn, a warm-up pair first.
+
+    `prepare()` gives, for each pair, a function that makes one side's input; both sides of a pair get equal ones.
+    """
+    times = []
+    for _ in range(repeats + 1):
+        make_input = prepare()
+        times.append([_seconds(lambda side=side, given=make_input(): side(given)) for side in (stock, ours)])
+    del times[0]
+    return Pairs(
+        stock_s=statistics.median(stock_s for stock_s, _ in times),
+        ours_s=statistics.median(ours_s for _, ours_s in times),
+        ratio=statistics.median(stock_s / ours_s for stock_s, ours_s in times),
+    )
+
+
+def median_ms(run: Callable[[], Any], repeats: int) -> float:
+    """Median milliseconds of `run`, after two calls to warm up."""
+    times = [_seconds(run) for _ in range(repeats + 2)]
+    return 1e3 * statistics.median(times[2:])
+
+
+def _seconds(run: Callable[[], Any]) -> float:
+    gc.collect()
+    start = time.perf_counter()
+    run()
+    _wait_for_device()
+    return time.perf_counter() - start
+
+
+def _wait_for_device() -> None:
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+
+
+def _all_prompts() -> Iterator[str]:
+    """Every single-object scene once, in a fixed shuffled order, then again."""
+    scenes = [
+        f"a {color} {thing} on a {background} background"
+        for color, thing, background in itertools.product(COLORS, OBJECTS, COLORS)
+        if color != background
+    ]
+    random.Random(0).shuffle(scenes)
+    return itertools.cycle(scenes)
+
+
+def machine() -> dict[str, Any]:
+    """Where this ran."""
+    is_cuda = torch.cuda.is_available()
+    return {
+        "device": torch.cuda.get_device_name() if is_cuda else _cpu_name(),
+        "cpu_cores": os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "diffusers": diffusers.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or "CPU"
+
+
+def settings(args: argparse.Namespace) -> dict[str, Any]:
+    """What was asked for."""
+    size = "96 to 256, mixed" if args.mixed else f"{args.width}x{args.height}"
+    guidance = f"{args.cfg:g} and none in turn" if args.mixed else f"{args.cfg:g}"
+    return {"requests": args.requests, "size": size, "steps": args.steps, "cfg": guidance, "repeats": args.repeats}
+
+
+def print_header(args: argparse.Namespace) -> None:
+    where, what = machine(), settings(args)
+    print(f"machine:  {where['device']}, {where['cpu_cores']} cores, {where['torch_threads']} torch threads")
+    print(
+        "versions: " + ", ".join(f"{name} {where[name]}" for name in ("python", "torch", "diffusers", "transformers"))
+    )
+    print("settings: " + ", ".join(f"{name} {value}" for name, value in what.items()))
+    print(f"model:    {args.model or 'embedded'}")
+    print("baseline: diffusers' QwenImagePipeline, one call after another, in this process")
+
+
+TABLE = (
+    ("throughput, prompt to picture", "throughput_ratio", "x stock"),
+    ("denoising alone", "denoise_ratio", "x stock"),
+    ("decoding alone", "decode_ratio", "x stock"),
+    ("pictures", "images_per_s", "per s"),
+    ("pictures, stock", "stock_images_per_s", "per s"),
+    ("latency, median", "p50_latency_s", "s"),
+    ("latency, 95th percentile", "p95_latency_s", "s"),
+    ("rows per step, mean", "mean_rows_per_step", ""),
+    ("same batch again, 8 rows", "make_batch_ms_8", "ms"),
+    ("same batch again, 64 rows", "make_batch_ms_64", "ms"),
+    ("new batch, 8 rows", "make_new_batch_ms_8", "ms"),
+    ("new batch, 64 rows", "make_new_batch_ms_64", "ms"),
+    ("a decision, 1,000 waiting", "schedule_ms", "ms"),
+    ("denoising forward", "forward_ms", "ms"),
+    ("its products and attention", "bare_ms", "ms"),
+    ("forward over those", "overhead_ratio", "x"),
+)
+
+
+def print_table(result: dict[str, Any]) -> None:
+    for label, key, unit in TABLE:
+        print(f"  {label:<32} {result[key]:9.3f} {unit}")
+    print(f"  {'peak memory of the process':<32} {result['peak_rss_bytes'] / 2**20:9.0f} MiB")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
