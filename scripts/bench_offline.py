@@ -4,10 +4,10 @@
     python scripts/bench_offline.py --requests 8 --mixed
     python scripts/bench_offline.py --requests 1 --cfg 1
 
-Both sides run in this process, with the same weights, threads, prompts and noise. After a warm-up and a comparison of the
-pictures, stock and ours alternate; every figure is the median over the pairs. Each pair has new prompts, so that no cache
-of embeddings helps (the shared negative prompt is encoded once, which is what the engine does). Prints the machine, the
-settings, a table, and one JSON object as the last line.
+Both sides run in this process, with equal weights, threads, prompts and noise. After a warm-up and a comparison of the
+pictures, stock and ours alternate; every figure is the median over the pairs. Each pair has new prompts, so that no
+cache of embeddings helps (the shared negative prompt is encoded once, which is what the engine does). Prints the
+machine, the settings, a table, and one JSON object as the last line.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import diffusers
@@ -128,7 +129,7 @@ class Bench:
         self.stock.set_progress_bar_config(disable=True)
         self.ours = ContinuousBatchingPipeline.from_pretrained(source, dtype=dtype).to(self.device)
         self.ours.init_continuous_batching(
-            continuous_batching_config=ContinuousBatchingConfig(max_requests_per_batch=max(32, args.requests))
+            continuous_batching_config=ContinuousBatchingConfig(max_requests_per_batch=max(64, args.requests))
         )
         self.last_outputs: list[Any] = []
 
@@ -220,12 +221,10 @@ class Bench:
 
     @torch.no_grad()
     def measure_decoding(self) -> dict[str, Any]:
-        """Latents to pixel tensors: `vae.decode` one by one against the engine's decode stage, rows of one size together."""
+        """Latents to pixel tensors: `vae.decode` one by one against the engine's stage, rows of one size together."""
         requests = self.next_requests()
-        with captured_batches() as batches:
-            self.draw_ours([{**request.call_arguments(), "num_inference_steps": 2} for request in requests])
-        model = batches[-1].model
-        rows = [copy.copy(row) for row in max(batches, key=lambda batch: len(batch.rows)).rows]
+        batch = self._batch_of(requests)
+        model, rows = batch.model, [copy.copy(row) for row in batch.rows]
 
         def stock(rows: list[Row]) -> None:
             for row in rows:
@@ -255,32 +254,25 @@ class Bench:
         """Making a batch of the same rows again, and of new rows; and the forward over its bare matrix products."""
         found: dict[str, Any] = {}
         for num_rows in (8, 64):
-            batch = self._batch_of(num_rows)
-            again, fresh = (
-                median_ms(lambda b=batch, p=previous: InputBatch.make(b.rows, b.model, p), 50)
-                for previous in (InputBatch.make(batch.rows, batch.model).composition, None)
-            )
-            found |= {f"make_batch_ms_{num_rows}": again, f"make_new_batch_ms_{num_rows}": fresh}
-        batch = self._batch_of(self.args.requests)
+            small = [BenchRequest(next(self.prompts), 128, 128, 6, 4.0, index) for index in range(num_rows)]
+            batch = self._batch_of(small)
+            kept = InputBatch.make(batch.rows, batch.model).composition
+            found[f"make_batch_ms_{num_rows}"] = median_ms(partial(InputBatch.make, batch.rows, batch.model, kept), 50)
+            found[f"make_new_batch_ms_{num_rows}"] = median_ms(partial(InputBatch.make, batch.rows, batch.model), 50)
+        batch = self._batch_of(self.next_requests())
         made = InputBatch.make(batch.rows, batch.model)
         forward = median_ms(lambda: batch.model.denoise_step(made), 15)
         bare = median_ms(bare_products(self.stock.transformer, made), 15)
         return found | {"forward_ms": forward, "bare_ms": bare, "overhead_ratio": forward / bare}
 
-    def _batch_of(self, num_rows: int) -> MadeBatch:
-        """The largest batch that `num_rows` requests ran in."""
-        requests = [self._request(index, next(self.prompts)) for index in range(num_rows)]
-        config = ContinuousBatchingConfig(max_requests_per_batch=num_rows, max_batch_tokens=2**20)
-        pipe = ContinuousBatchingPipeline(**self.stock.components)
-        with (
-            captured_batches() as batches,
-            pipe.continuous_batching_context_manager(continuous_batching_config=config) as engine,
-        ):
-            calls = [{**request.call_arguments(), "num_inference_steps": 4} for request in requests]
-            ids = [engine.add_request(**call, output_type="latent") for call in calls]
-            for request_id in ids:
-                engine.get_result(request_id)
-        return max(batches, key=lambda batch: len(batch.rows))
+    def _batch_of(self, requests: Sequence[BenchRequest]) -> MadeBatch:
+        """What the engine made when all of `requests` ran together."""
+        with captured_batches() as batches:
+            self.draw_ours([request.call_arguments() | {"output_type": "latent"} for request in requests])
+        batch = max(batches, key=lambda batch: len(batch.rows))
+        if len(batch.rows) != len(requests):
+            raise RuntimeError(f"only {len(batch.rows)} of {len(requests)} requests ran together")
+        return batch
 
 
 @dataclass(frozen=True)
@@ -312,7 +304,7 @@ def _row_size(row: Row) -> tuple[int, int]:
 
 
 def bare_products(transformer: Any, batch: InputBatch) -> Callable[[], None]:
-    """A function that computes every matrix product and attention of one forward of the stock model, and nothing else."""
+    """A function that computes the matrix products and attention of one forward of the stock model, and no more."""
     image, text = int(batch.latents.shape[0]), int(batch.composition.prompt_embeds.shape[0])
     rows = len(batch.rows)
     products = [
@@ -395,7 +387,7 @@ def time_pairs(
     times = []
     for _ in range(repeats + 1):
         make_input = prepare()
-        times.append([_seconds(lambda side=side, given=make_input(): side(given)) for side in (stock, ours)])
+        times.append([_seconds(partial(side, make_input())) for side in (stock, ours)])
     del times[0]
     return Pairs(
         stock_s=statistics.median(stock_s for stock_s, _ in times),
@@ -466,9 +458,8 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
 def print_header(args: argparse.Namespace) -> None:
     where, what = machine(), settings(args)
     print(f"machine:  {where['device']}, {where['cpu_cores']} cores, {where['torch_threads']} torch threads")
-    print(
-        "versions: " + ", ".join(f"{name} {where[name]}" for name in ("python", "torch", "diffusers", "transformers"))
-    )
+    packages = ("python", "torch", "diffusers", "transformers")
+    print("versions: " + ", ".join(f"{name} {where[name]}" for name in packages))
     print("settings: " + ", ".join(f"{name} {value}" for name, value in what.items()))
     print(f"model:    {args.model or 'embedded'}")
     print("baseline: diffusers' QwenImagePipeline, one call after another, in this process")
