@@ -1,0 +1,305 @@
+"""Checks what a caller passed to a pipeline and says in plain words what is wrong with it.
+
+Knows the limits of a request; draws no noise and starts nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from diffusers.utils import logging
+
+from .errors import RequestError, UnsupportedModelError
+from .request import SamplingParams
+
+logger = logging.get_logger(__name__)
+
+OUTPUT_TYPES = ("latent", "np", "pil", "pt")
+MAX_SEQUENCE_LENGTH = 1024
+MAX_STEPS = 1000
+# Rotary positions exist up to here: half of the larger side in 16-pixel tokens, then the text.
+MAX_ROTARY_POSITIONS = 4096
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CallArguments:
+    """A checked call. Lists have one entry per row, in stock order (each prompt's images next to each other)."""
+
+    params: SamplingParams
+    prompts: list[str | None]
+    negative_prompts: list[str | None]
+    prompt_embeds: torch.Tensor | None
+    prompt_embeds_mask: torch.Tensor | None
+    negative_prompt_embeds: torch.Tensor | None
+    negative_prompt_embeds_mask: torch.Tensor | None
+    sigmas: Any
+    guidance_scale: float | None
+    generator: torch.Generator | list[torch.Generator] | None
+    latents: torch.Tensor | None
+    callback: Callable[..., Any] | None
+    request_id: str | None
+    seed: int | None
+
+    @property
+    def num_rows(self) -> int:
+        """Pictures of the call."""
+        return len(self.prompts)
+
+
+def check_arguments(
+    pipe: Any,
+    prompt: str | list[str] | None = None,
+    negative_prompt: str | list[str] | None = None,
+    true_cfg_scale: float = 4.0,
+    height: int | None = None,
+    width: int | None = None,
+    num_inference_steps: int = 50,
+    sigmas: list[float] | None = None,
+    guidance_scale: float | None = None,
+    num_images_per_prompt: int = 1,
+    generator: torch.Generator | list[torch.Generator] | None = None,
+    latents: torch.Tensor | None = None,
+    prompt_embeds: torch.Tensor | None = None,
+    prompt_embeds_mask: torch.Tensor | None = None,
+    negative_prompt_embeds: torch.Tensor | None = None,
+    negative_prompt_embeds_mask: torch.Tensor | None = None,
+    output_type: str | None = "pil",
+    return_dict: bool = True,
+    attention_kwargs: dict[str, Any] | None = None,
+    callback_on_step_end: Callable[..., Any] | None = None,
+    callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",),
+    max_sequence_length: int = 512,
+    *,
+    priority: int = 0,
+    request_id: str | None = None,
+    seed: int | None = None,
+) -> CallArguments:
+    """The call's arguments, checked and spread over rows. Same names and order as the stock `__call__`.
+
+    Raises:
+        RequestError: names the argument, its value and the limit.
+        UnsupportedModelError: when something attached to the pipeline would mix rows up.
+    """
+    check_pipeline(pipe)
+    _whole("num_inference_steps", num_inference_steps, 1, MAX_STEPS)
+    _whole("num_images_per_prompt", num_images_per_prompt, 1)
+    _whole("max_sequence_length", max_sequence_length, 1, MAX_SEQUENCE_LENGTH)
+    _whole("priority", priority)
+    if output_type not in OUTPUT_TYPES:
+        raise RequestError(f"output_type={output_type!r} is not known; choose from {list(OUTPUT_TYPES)}")
+    if request_id is not None and (not isinstance(request_id, str) or not request_id):
+        raise RequestError(f"request_id={request_id!r} must be a non-empty string")
+    height, width = _sizes(pipe, height, width)
+    _check_prompts(pipe, prompt, prompt_embeds, prompt_embeds_mask)
+    count = len(prompt) if isinstance(prompt, list) else 1 if prompt is not None else len(prompt_embeds)  # type: ignore[arg-type]
+    do_true_cfg = _uses_guidance(pipe, true_cfg_scale, negative_prompt, negative_prompt_embeds)
+    negatives = _check_negative(
+        pipe, count, do_true_cfg, negative_prompt, negative_prompt_embeds, negative_prompt_embeds_mask
+    )
+    prompts = prompt if isinstance(prompt, list) else [prompt] * count
+    num_rows = count * num_images_per_prompt
+    limit = MAX_ROTARY_POSITIONS - max_sequence_length
+    if max(height, width) // 32 > limit:
+        raise RequestError(f"height={height}, width={width}: no side may be longer than {limit * 32} pixels")
+    _check_noise(pipe, generator, latents, seed, num_rows, height, width)
+    _check_callback(pipe, callback_on_step_end, callback_on_step_end_tensor_inputs)
+    if guidance_scale is not None:
+        logger.warning(
+            f"guidance_scale is passed as {guidance_scale}, but ignored since the model is not guidance-distilled."
+        )
+    return CallArguments(
+        params=SamplingParams(
+            height=height,
+            width=width,
+            num_inference_steps=num_inference_steps if sigmas is None else len(sigmas),
+            true_cfg_scale=float(true_cfg_scale),
+            do_true_cfg=do_true_cfg,
+            max_sequence_length=max_sequence_length,
+            output_type=output_type,
+            lora_scale=_lora_scale(attention_kwargs),
+            priority=priority,
+            callback_tensor_inputs=tuple(callback_on_step_end_tensor_inputs),
+        ),
+        prompts=[text for text in prompts for _ in range(num_images_per_prompt)],
+        negative_prompts=[text for text in negatives for _ in range(num_images_per_prompt)],
+        prompt_embeds=prompt_embeds,
+        prompt_embeds_mask=prompt_embeds_mask,
+        negative_prompt_embeds=negative_prompt_embeds,
+        negative_prompt_embeds_mask=negative_prompt_embeds_mask,
+        sigmas=sigmas,
+        guidance_scale=guidance_scale,
+        generator=generator,
+        latents=latents,
+        callback=callback_on_step_end,
+        request_id=request_id,
+        seed=seed,
+    )
+
+
+def check_pipeline(pipe: Any) -> None:
+    """Refuse a pipeline in a state in which requests would disturb each other or come out wrong."""
+    transformer = pipe.transformer
+    if transformer.dtype == torch.float16:
+        raise UnsupportedModelError(
+            "float16 overflows in Qwen-Image and gives black pictures; load with dtype=torch.bfloat16"
+        )
+    if getattr(transformer, "is_cache_enabled", False):
+        raise UnsupportedModelError(
+            "the transformer's cache hooks keep one state for all requests and would mix them up; "
+            "call pipe.transformer.disable_cache() first"
+        )
+    device_type = torch.device(pipe._execution_device).type
+    if torch.is_autocast_enabled(device_type):
+        raise RequestError(
+            "called inside torch.autocast, which cannot reach the engine's thread; "
+            "load the pipeline with dtype=... instead"
+        )
+
+
+# ---------------------------------------------------------------------- pieces
+
+
+def _whole(name: str, value: Any, least: int | None = None, most: int | None = None) -> None:
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    if is_whole and (least is None or value >= least) and (most is None or value <= most):
+        return
+    span = "" if least is None else f" of at least {least}" if most is None else f" from {least} to {most}"
+    raise RequestError(f"{name}={value!r} must be a whole number{span}")
+
+
+def _sizes(pipe: Any, height: Any, width: Any) -> tuple[int, int]:
+    """Floored to multiples of 16, with the stock warning."""
+    unit = pipe.vae_scale_factor * 2
+    default = pipe.default_sample_size * pipe.vae_scale_factor
+    height, width = default if height is None else height, default if width is None else width
+    for name, value in (("height", height), ("width", width)):
+        _whole(name, value)
+        if value < unit:
+            raise RequestError(f"{name}={value} must be at least {unit} pixels")
+    if height % unit or width % unit:
+        logger.warning(
+            f"`height` and `width` have to be divisible by {unit} but are {height} and {width}. "
+            "Dimensions will be resized accordingly"
+        )
+    return height // unit * unit, width // unit * unit
+
+
+def _check_prompts(pipe: Any, prompt: Any, embeds: Any, mask: Any) -> None:
+    if (prompt is None) == (embeds is None):
+        raise RequestError("pass either `prompt` or `prompt_embeds`, and not both")
+    if prompt is not None:
+        _check_texts("prompt", prompt)
+    else:
+        _check_embeds(pipe, "prompt_embeds", embeds, mask)
+
+
+def _check_texts(name: str, value: Any) -> None:
+    if isinstance(value, str):
+        return
+    if not isinstance(value, list) or not value or not all(isinstance(text, str) for text in value):
+        raise RequestError(f"`{name}` has to be a string or a non-empty list of strings, not {_shorten(value)}")
+
+
+def _check_embeds(pipe: Any, name: str, embeds: Any, mask: Any) -> None:
+    width, dtype = pipe.transformer.config.joint_attention_dim, pipe.transformer.dtype
+    if not isinstance(embeds, torch.Tensor) or embeds.ndim != 3 or embeds.shape[2] != width or 0 in embeds.shape:
+        raise RequestError(f"`{name}` must be a (prompts, tokens, {width}) tensor, not {_shorten(embeds)}")
+    if embeds.dtype != dtype:
+        # One row of another dtype would silently change the dtype of everybody's batch.
+        raise RequestError(f"`{name}` is {embeds.dtype}, the transformer computes in {dtype}; convert it first")
+    if not bool(torch.isfinite(embeds).all()):
+        raise RequestError(f"`{name}` has non-finite values")
+    if mask is None:
+        logger.warning(
+            f"`{name}` is provided and `{name}_mask` is not provided, so the model will treat all tokens as valid."
+        )
+    elif not isinstance(mask, torch.Tensor) or mask.shape != embeds.shape[:2]:
+        raise RequestError(f"`{name}_mask` must be a {tuple(embeds.shape[:2])} tensor, not {_shorten(mask)}")
+
+
+def _uses_guidance(pipe: Any, scale: Any, negative: Any, negative_embeds: Any) -> bool:
+    """The stock rule: guidance needs a scale above 1 and a negative prompt, even an empty one."""
+    if not isinstance(scale, int | float) or isinstance(scale, bool) or not math.isfinite(scale):
+        raise RequestError(f"true_cfg_scale={scale!r} must be a finite number")
+    has_negative = negative is not None or negative_embeds is not None
+    if scale > 1 and not has_negative:
+        logger.warning(
+            f"true_cfg_scale is passed as {scale}, but classifier-free guidance is not enabled since no "
+            "negative_prompt is provided."
+        )
+    elif scale <= 1 and has_negative:
+        logger.warning(
+            " negative_prompt is passed but classifier-free guidance is not enabled since true_cfg_scale <= 1"
+        )
+    return scale > 1 and has_negative
+
+
+def _check_negative(
+    pipe: Any, count: int, do_true_cfg: bool, negative: Any, embeds: Any, mask: Any
+) -> list[str | None]:
+    """The negative prompt of every prompt; one string serves all of them."""
+    if negative is not None and embeds is not None:
+        raise RequestError("pass either `negative_prompt` or `negative_prompt_embeds`, and not both")
+    if embeds is not None:
+        _check_embeds(pipe, "negative_prompt_embeds", embeds, mask)
+        if len(embeds) not in (1, count):
+            raise RequestError(f"`negative_prompt_embeds` has {len(embeds)} rows for {count} prompts")
+    if negative is None or not do_true_cfg:
+        return [None] * count
+    _check_texts("negative_prompt", negative)
+    negatives = negative if isinstance(negative, list) else [negative] * count
+    if len(negatives) == 1:
+        negatives = negatives * count
+    if len(negatives) != count:
+        raise RequestError(f"{len(negatives)} negative prompts for {count} prompts; pass one for all or one for each")
+    return list(negatives)
+
+
+def _check_noise(pipe: Any, generator: Any, latents: Any, seed: Any, num_rows: int, height: int, width: int) -> None:
+    if sum(given is not None for given in (generator, latents, seed)) > 1 and seed is not None:
+        raise RequestError("pass `seed` or a `generator` or `latents`, not several of them")
+    if seed is not None:
+        _whole("seed", seed, 0, 2**63 - 1 - num_rows)
+    generators = generator if isinstance(generator, list) else [] if generator is None else [generator]
+    if not all(isinstance(g, torch.Generator) for g in generators):
+        raise RequestError(f"`generator` must be a torch.Generator or a list of them, not {_shorten(generator)}")
+    if isinstance(generator, list) and len(generator) != num_rows:
+        raise RequestError(f"a list of {len(generator)} generators for {num_rows} pictures; pass one for each picture")
+    if latents is None:
+        return
+    shape = (num_rows, (height // 16) * (width // 16), pipe.transformer.config.in_channels)
+    if not isinstance(latents, torch.Tensor) or tuple(latents.shape) != shape:
+        raise RequestError(f"`latents` must be a packed {shape} tensor for this size, not {_shorten(latents)}")
+    if not bool(torch.isfinite(latents).all()):
+        raise RequestError("`latents` has non-finite values")
+
+
+def _check_callback(pipe: Any, callback: Any, names: Any) -> None:
+    if callback is not None and not callable(callback):
+        raise RequestError(f"callback_on_step_end={callback!r} is not callable")
+    known = pipe._callback_tensor_inputs
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise RequestError(f"`callback_on_step_end_tensor_inputs` has to be in {known}, but found {unknown}")
+
+
+def _lora_scale(attention_kwargs: Any) -> float:
+    if not attention_kwargs:
+        return 1.0
+    if not isinstance(attention_kwargs, dict) or set(attention_kwargs) != {"scale"}:
+        raise RequestError(f"attention_kwargs={attention_kwargs!r}: only {{'scale': number}} is known, a LoRA scale")
+    scale = attention_kwargs["scale"]
+    if not isinstance(scale, int | float) or not math.isfinite(scale):
+        raise RequestError(f"attention_kwargs={{'scale': {scale!r}}} must be a finite number")
+    return float(scale)
+
+
+def _shorten(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of {tuple(value.shape)}"
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,36 @@
+"""The reference backend: torch's scaled_dot_product_attention, rows of equal length together, on any device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+if TYPE_CHECKING:
+    from ..models.interface import Run
+
+
+class SDPABackend:
+    """One kernel call per run of equal-length rows, so nothing is ever padded or masked."""
+
+    name = "sdpa"
+    isolates_rows = True
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, runs: Sequence[Run]) -> torch.Tensor:
+        """(tokens, heads, head_dim) each -> (tokens, heads * head_dim)."""
+        if len(runs) == 1:
+            return _attend(q, k, v, runs[0]).flatten(0, 1).flatten(1)
+        out = torch.empty_like(q)
+        for run in runs:
+            out[run.start : run.stop].view(run.num_rows, run.length, *q.shape[1:]).copy_(_attend(q, k, v, run))
+        return out.flatten(1)
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, run: Run) -> torch.Tensor:
+    def rows(x: torch.Tensor) -> torch.Tensor:
+        view = x[run.start : run.stop].unflatten(0, (run.num_rows, run.length))
+        return view.transpose(1, 2)  # (rows, heads, length, head_dim)
+
+    return F.scaled_dot_product_attention(rows(q), rows(k), rows(v)).transpose(1, 2)

@@ -1,0 +1,188 @@
+"""`InputBatch`: the chosen rows' tensors gathered into one packed forward, and the way back.
+
+An ephemeral view. What stays the same while the same rows run together (text, rotary tables, index tensors) is kept
+from the previous batch; per step only latents, timesteps and guidance scales are gathered. Knows no scheduling rule
+and calls no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from .models.interface import PackedLayout, Run, StepModel, TokenStream
+from .request import Row, TextEmbeds
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Branch:
+    """One sequence of the forward: the conditional or the negative side of a row."""
+
+    row: int
+    is_negative: bool
+    text: TextEmbeds
+    num_image_tokens: int
+
+    @property
+    def length(self) -> int:
+        """Tokens of the sequence that attention sees."""
+        return self.text.num_tokens + self.num_image_tokens
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Guidance:
+    """The image tokens of all guided rows in turn: (tokens,) of either branch, and their scales (tokens, 1)."""
+
+    cond_index: torch.Tensor
+    negative_index: torch.Tensor
+    scale: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Composition:
+    """What a batch of the same rows keeps from step to step.
+
+    `cond_slices[r]` are the tokens of row r's conditional branch in the image stream.
+    """
+
+    key: tuple[object, ...]
+    branches: tuple[Branch, ...]
+    layout: PackedLayout
+    prompt_embeds: torch.Tensor
+    cond_slices: tuple[slice, ...]
+    guidance: Guidance | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class InputBatch:
+    """One packed forward.
+
+    Attributes:
+        rows: The rows, in the order in which `timesteps` counts them.
+        latents: (image tokens of all branches, channels).
+        timesteps: (rows,) as the noise schedulers give them, in the latents' dtype.
+        composition: Everything that does not change while the same rows run together.
+    """
+
+    rows: tuple[Row, ...]
+    latents: torch.Tensor
+    timesteps: torch.Tensor
+    composition: Composition
+
+    @property
+    def layout(self) -> PackedLayout:
+        """How the tokens lie."""
+        return self.composition.layout
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the forward, both streams, all branches."""
+        return int(self.composition.layout.joint_index.shape[0])
+
+    def scatter(self, noise_pred: torch.Tensor) -> list[torch.Tensor]:
+        """Guide and split the forward's result: one (image tokens, channels) view per row."""
+        return [noise_pred[tokens] for tokens in self.composition.cond_slices]
+
+    @staticmethod
+    def make(rows: Sequence[Row], model: StepModel, previous: Composition | None = None) -> InputBatch:
+        """Gather `rows`, which must be encoded. `previous` is used again when it is of the same rows and texts."""
+        key = tuple((row.row_id, id(row.text), id(row.negative_text)) for row in rows)
+        composition = previous if previous is not None and previous.key == key else _compose(key, rows, model)
+        latents = torch.cat([rows[branch.row].latents for branch in composition.branches])
+        dtype = latents.dtype
+        timesteps = torch.stack([row.noise_scheduler.timesteps[row.step] for row in rows])
+        return InputBatch(tuple(rows), latents, timesteps.to(latents.device, dtype), composition)
+
+
+def _compose(key: tuple[object, ...], rows: Sequence[Row], model: StepModel) -> Composition:
+    device = rows[0].latents.device
+    branches = _sorted_branches(rows)
+    layout = _packed_layout(branches, rows, model, device)
+    starts = np.cumsum([0, *(branch.num_image_tokens for branch in branches)])
+    tokens = {
+        (branch.row, branch.is_negative): slice(int(start), int(start) + branch.num_image_tokens)
+        for branch, start in zip(branches, starts, strict=False)
+    }
+    return Composition(
+        key=key,
+        branches=branches,
+        layout=layout,
+        prompt_embeds=torch.cat([branch.text.embeds for branch in branches]),
+        cond_slices=tuple(tokens[r, False] for r in range(len(rows))),
+        guidance=_guidance(rows, tokens, device),
+    )
+
+
+def _guidance(rows: Sequence[Row], tokens: dict[tuple[int, bool], slice], device: torch.device) -> Guidance | None:
+    guided = [r for r in range(len(rows)) if (r, True) in tokens]
+    if not guided:
+        return None
+    cond, negative = (np.concatenate([np.r_[tokens[r, is_negative]] for r in guided]) for is_negative in (False, True))
+    scales = np.array([rows[r].request.params.true_cfg_scale for r in guided], dtype=np.float32)
+    per_token = torch.from_numpy(np.repeat(scales, [rows[r].num_image_tokens for r in guided]))
+    scale = per_token.to(device, rows[0].latents.dtype)[:, None]
+    return Guidance(_to(cond, device), _to(negative, device), scale)
+
+
+def _sorted_branches(rows: Sequence[Row]) -> tuple[Branch, ...]:
+    """All branches, those of equal lengths next to each other, so that they are handled as one."""
+    branches = []
+    for r, row in enumerate(rows):
+        assert row.text is not None
+        branches.append(Branch(r, False, row.text, row.num_image_tokens))
+        if row.negative_text is not None:
+            branches.append(Branch(r, True, row.negative_text, row.num_image_tokens))
+    return tuple(sorted(branches, key=lambda b: (b.num_image_tokens, b.text.num_tokens)))
+
+
+def _packed_layout(
+    branches: Sequence[Branch], rows: Sequence[Row], model: StepModel, device: torch.device
+) -> PackedLayout:
+    text_lengths = np.array([branch.text.num_tokens for branch in branches])
+    image_lengths = np.array([branch.num_image_tokens for branch in branches])
+    owners = np.array([branch.row for branch in branches])
+    joint_starts = np.cumsum(text_lengths + image_lengths) - (text_lengths + image_lengths)
+    text_index = _ranges(joint_starts, text_lengths)
+    image_index = _ranges(joint_starts + text_lengths, image_lengths)
+    joint_index = np.empty(len(text_index) + len(image_index), dtype=np.int64)
+    joint_index[text_index] = np.arange(len(text_index))
+    joint_index[image_index] = np.arange(len(text_index), len(joint_index))
+    return PackedLayout(
+        image=_stream(image_lengths, owners, device),
+        text=_stream(text_lengths, owners, device),
+        joint_runs=_runs(text_lengths + image_lengths),
+        joint_index=_to(joint_index, device),
+        text_index=_to(text_index, device),
+        image_index=_to(image_index, device),
+        rotary=torch.cat([model.rotary(rows[branch.row], branch.is_negative) for branch in branches]),
+    )
+
+
+def _stream(lengths: np.ndarray, owners: np.ndarray, device: torch.device) -> TokenStream:
+    return TokenStream(_runs(lengths), _to(owners, device), _to(np.repeat(owners, lengths), device))
+
+
+def _runs(lengths: np.ndarray) -> tuple[Run, ...]:
+    """Cut a stream into runs of neighbouring rows of one length; rows without tokens are in none."""
+    runs, start, first = [], 0, 0
+    for last in range(1, len(lengths) + 1):
+        if last < len(lengths) and lengths[last] == lengths[first]:
+            continue
+        length, count = int(lengths[first]), last - first
+        if length:
+            runs.append(Run(start, start + length * count, first, count, length))
+        start, first = start + length * count, last
+    return tuple(runs)
+
+
+def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Concatenated `arange(start, start + length)`."""
+    ends = np.cumsum(lengths)
+    return np.arange(ends[-1]) + np.repeat(starts - (ends - lengths), lengths)
+
+
+def _to(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(device)

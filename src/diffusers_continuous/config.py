@@ -1,0 +1,88 @@
+"""What a user may choose about continuous batching, and nothing about how it is done."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any
+
+from .errors import ConfigError
+
+SCHEDULER_TYPES = ("fcfs",)
+BATCH_LAYOUTS = ("auto", "packed")
+
+
+@dataclass(frozen=True)
+class ContinuousBatchingConfig:
+    """How one engine forms its batches. Frozen; `resolve_config` hands back a changed copy.
+
+    Attributes:
+        max_requests_per_batch: Most images (rows) that denoise together. A call with `num_images_per_prompt=3` is
+            three rows.
+        max_batch_tokens: Most tokens (image and text, both guidance branches) in one forward. A row that is larger
+            runs alone.
+        max_queue_size: Most rows that may wait; one more raises `QueueFullError`. 0 means no limit.
+        scheduler_type: The policy. `"fcfs"`: by `priority`, then by arrival.
+        batch_layout: How the tokens of a batch lie in memory. `"packed"`: one sequence without padding.
+        attention_backend: `"auto"` picks by device; else a name of `attention.available_backends()`.
+        prompt_cache_size: Most prompts whose embeddings are kept for the next request that uses them.
+        max_phase_s: With `enable_model_cpu_offload` only: longest time in seconds that a finished picture or a new
+            prompt waits for the denoising batch to drain before the components are swapped.
+    """
+
+    max_requests_per_batch: int = 32
+    max_batch_tokens: int = 16384
+    max_queue_size: int = 0
+    scheduler_type: str = "fcfs"
+    batch_layout: str = "auto"
+    attention_backend: str = "auto"
+    prompt_cache_size: int = 128
+    max_phase_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("max_requests_per_batch", 1),
+            ("max_batch_tokens", 1),
+            ("max_queue_size", 0),
+            ("prompt_cache_size", 0),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ConfigError(f"{name}={value!r} must be a whole number of at least {least}")
+        if not isinstance(self.max_phase_s, int | float) or not self.max_phase_s > 0:
+            raise ConfigError(f"max_phase_s={self.max_phase_s!r} must be a number of seconds above 0")
+        check_known("scheduler_type", self.scheduler_type, SCHEDULER_TYPES)
+        check_known("batch_layout", self.batch_layout, BATCH_LAYOUTS)
+        if not isinstance(self.attention_backend, str):
+            raise ConfigError(f"attention_backend={self.attention_backend!r} must be a name")
+
+
+def check_known(what: str, value: object, known: Iterable[str]) -> None:
+    """Raise `ConfigError` that lists what is known, and the nearest name, unless `value` is one of `known`."""
+    known = sorted(known)
+    if value in known:
+        return
+    near = difflib.get_close_matches(str(value), known, n=1)
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    raise ConfigError(f"{what}={value!r} is not known; choose from {known}{hint}")
+
+
+def resolve_config(
+    config: ContinuousBatchingConfig | dict[str, Any] | None = None, **changes: Any
+) -> ContinuousBatchingConfig:
+    """Hand back a validated config: the defaults, changed by `config`, changed by `changes`.
+
+    Raises:
+        ConfigError: for an unknown option or an impossible value.
+    """
+    known = [field.name for field in fields(ContinuousBatchingConfig)]
+    if config is not None and not isinstance(config, ContinuousBatchingConfig | dict):
+        raise ConfigError(
+            f"a config is a ContinuousBatchingConfig or a dict of its fields, not {type(config).__name__}"
+        )
+    chosen = config if isinstance(config, dict) else {name: getattr(config, name) for name in known if config}
+    options = {**chosen, **changes}
+    for name in options:
+        check_known("option", name, known)
+    return ContinuousBatchingConfig(**options)

@@ -1,0 +1,156 @@
+"""Latents to pictures: the VAE's decoder for single frames, and a cheap preview that leaves the VAE alone.
+
+For a single frame the VAE's causal 3-D convolutions multiply two frames of zeros, so a 2-D convolution with the last
+temporal tap is the same sum. `FrameDecoder` is that form; it steps aside where anything else hangs on the VAE.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from diffusers import AutoencoderKLQwenImage
+from diffusers.models.autoencoders.autoencoder_kl_qwenimage import (
+    QwenImageAttentionBlock,
+    QwenImageCausalConv3d,
+    QwenImageResample,
+    QwenImageResidualBlock,
+    QwenImageRMS_norm,
+)
+from PIL import Image
+from torch import nn
+
+# Pixels decoded together: enough to fill a device with small pictures, and no more than one 1024 x 1024 picture, so
+# that many requests finishing at once do not multiply the decode's peak memory.
+MAX_DECODE_PIXELS = 2**20
+
+_decoders: weakref.WeakKeyDictionary[AutoencoderKLQwenImage, FrameDecoder] = weakref.WeakKeyDictionary()
+
+
+def decode_latents(pipe: Any, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """(rows, image tokens, channels) packed latents -> (rows, 3, height, width) in -1..1, like stock."""
+    vae = pipe.vae
+    z = pipe._unpack_latents(latents, height, width, pipe.vae_scale_factor).to(vae.dtype)
+    mean, std = (torch.tensor(v).view(1, -1, 1, 1, 1) for v in (vae.config.latents_mean, vae.config.latents_std))
+    # Dividing by the rounded reciprocal is what the stock pipeline does; in bf16 it is not the same as multiplying.
+    z = z / (1.0 / std).to(z.device, z.dtype) + mean.to(z.device, z.dtype)
+    chunk = 1 if vae.use_slicing else max(1, MAX_DECODE_PIXELS // (height * width))
+    return torch.cat([_decode(vae, part) for part in z.split(chunk)])
+
+
+def _decode(vae: AutoencoderKLQwenImage, z: torch.Tensor) -> torch.Tensor:
+    if not _is_plain(vae, z):
+        return vae.decode(z, return_dict=False)[0][:, :, 0]
+    if vae not in _decoders:
+        _decoders[vae] = FrameDecoder()
+    return _decoders[vae](vae, z[:, :, 0])
+
+
+def _is_plain(vae: AutoencoderKLQwenImage, z: torch.Tensor) -> bool:
+    """True when the decoder's modules are the stock ones and nothing hangs on them."""
+    if type(vae) is not AutoencoderKLQwenImage or vae.use_tiling or getattr(vae, "hf_quantizer", None) is not None:
+        return False
+    known = (QwenImageCausalConv3d, QwenImageRMS_norm, nn.Conv2d)
+    for module in (vae, vae.post_quant_conv, *vae.decoder.modules()):
+        if "forward" in module.__dict__ or "_hf_hook" in module.__dict__ or "_diffusers_hook" in module.__dict__:
+            return False
+        if module._forward_hooks or module._forward_pre_hooks:
+            return False
+        if module._parameters and type(module) not in known:
+            return False
+        weight = module._parameters.get("weight")
+        if weight is not None and (weight.dtype != z.dtype or weight.device != z.device):
+            return False
+    return True
+
+
+class FrameDecoder:
+    """The stock decoder's sums for one frame, in 2-D. Keeps the last temporal taps, made anew when a weight changes."""
+
+    def __init__(self) -> None:
+        self._taps: dict[nn.Module, tuple[tuple[int, int], torch.Tensor]] = {}
+
+    def __call__(self, vae: AutoencoderKLQwenImage, z: torch.Tensor) -> torch.Tensor:
+        """(rows, z_dim, h, w) latents, de-normalised -> (rows, 3, 8h, 8w) in -1..1."""
+        decoder = vae.decoder
+        x = self._conv(decoder.conv_in, self._conv(vae.post_quant_conv, z))
+        x = self._residual(decoder.mid_block.resnets[0], x)
+        for attention, resnet in zip(decoder.mid_block.attentions, decoder.mid_block.resnets[1:], strict=True):
+            x = self._residual(resnet, self._attention(attention, x))
+        for block in decoder.up_blocks:
+            for resnet in block.resnets:
+                x = self._residual(resnet, x)
+            if block.upsamplers is not None:
+                x = self._upsample(block.upsamplers[0], x)
+        x = self._conv(decoder.conv_out, decoder.nonlinearity(_norm(decoder.norm_out, x)))
+        return torch.clamp(x, min=-1.0, max=1.0)
+
+    def _conv(self, conv: QwenImageCausalConv3d, x: torch.Tensor) -> torch.Tensor:
+        weight = conv.weight
+        version = (weight.data_ptr(), weight._version)
+        kept = self._taps.get(conv)
+        if kept is None or kept[0] != version:
+            kept = (version, weight.detach()[:, :, -1].contiguous())
+            self._taps[conv] = kept
+        left, _, top, *_ = conv._padding
+        return F.conv2d(x, kept[1], conv.bias, stride=conv.stride[1:], padding=(top, left))
+
+    def _residual(self, block: QwenImageResidualBlock, x: torch.Tensor) -> torch.Tensor:
+        shortcut = x if isinstance(block.conv_shortcut, nn.Identity) else self._conv(block.conv_shortcut, x)
+        x = self._conv(block.conv1, block.nonlinearity(_norm(block.norm1, x)))
+        x = self._conv(block.conv2, block.nonlinearity(_norm(block.norm2, x)))
+        return x + shortcut
+
+    def _attention(self, block: QwenImageAttentionBlock, x: torch.Tensor) -> torch.Tensor:
+        return block(x[:, :, None])[:, :, 0]
+
+    def _upsample(self, block: QwenImageResample, x: torch.Tensor) -> torch.Tensor:
+        # The first frame skips the temporal convolution of "upsample3d": the cache has nothing to repeat yet.
+        return block.resample(x)
+
+
+def _norm(norm: QwenImageRMS_norm, x: torch.Tensor) -> torch.Tensor:
+    """The stock norm over channels; its gamma has one axis too many for a single frame."""
+    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    return F.normalize(wide, dim=1).to(x.dtype) * norm.scale * norm.gamma.view(-1, 1, 1)
+
+
+class LatentPreview:
+    """A linear map from latent channels to RGB, fitted once per VAE on a synthetic picture of plain colours.
+
+    The fit encodes one small picture; afterwards a preview is one product of (pixels, z_dim) by (z_dim, 3).
+    """
+
+    def __init__(self) -> None:
+        self._factors: torch.Tensor | None = None
+
+    def render(self, pipe: Any, latents: torch.Tensor, height: int, width: int) -> Image.Image:
+        """(image tokens, channels) packed latents -> a picture of height / 8 x width / 8 pixels."""
+        if self._factors is None:
+            self._factors = _fit_preview(pipe)
+        z = pipe._unpack_latents(latents[None].float().cpu(), height, width, pipe.vae_scale_factor)[0, :, 0]
+        rgb = torch.einsum("chw,cr->hwr", torch.cat([z, torch.ones_like(z[:1])]), self._factors)
+        return Image.fromarray((rgb.clamp(0, 1) * 255).round().byte().numpy())
+
+
+def _fit_preview(pipe: Any) -> torch.Tensor:
+    """Least squares from normalised latents (and a constant) to RGB in 0..1: (z_dim + 1, 3), float32, on the CPU."""
+    vae = pipe.vae
+    levels = np.linspace(0.0, 1.0, 4, dtype=np.float32)
+    colours = np.stack(np.meshgrid(levels, levels, levels, indexing="ij"), -1).reshape(8, 8, 3)
+    colours = np.random.default_rng(0).permutation(colours.reshape(-1, 3)).reshape(8, 8, 3)
+    cell = 32  # pixels; the middle 2 x 2 latents of each cell see one colour only
+    picture = torch.from_numpy(colours.repeat(cell, 0).repeat(cell, 1)).permute(2, 0, 1)  # (3, 256, 256)
+    pixels = (picture * 2 - 1)[None, :, None].to(pipe._execution_device, vae.dtype)
+    mean = vae.encode(pixels).latent_dist.mean[0, :, 0].float().cpu()  # (z_dim, 32, 32)
+    shift, scale = (torch.tensor(v).view(-1, 1, 1) for v in (vae.config.latents_mean, vae.config.latents_std))
+    z = (mean - shift) / scale
+    middle = z.unflatten(1, (8, 4)).unflatten(3, (8, 4))[:, :, 1:3, :, 1:3]  # (z_dim, 8, 2, 8, 2)
+    inputs = middle.permute(1, 3, 2, 4, 0).reshape(-1, z.shape[0])
+    targets = torch.from_numpy(colours).reshape(64, 1, 3).expand(64, 4, 3).reshape(-1, 3)
+    inputs = torch.cat([inputs, torch.ones(len(inputs), 1)], 1)
+    ridge = 1e-3 * torch.eye(inputs.shape[1])
+    return torch.linalg.solve(inputs.T @ inputs + ridge, inputs.T @ targets)

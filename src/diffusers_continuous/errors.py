@@ -1,0 +1,45 @@
+"""Every exception that this package raises on purpose. Knows nothing else.
+
+ContinuousBatchingError
+├── RequestError             this request is wrong (also a ValueError); names the value and the limit
+├── StepFailedError          this request failed while running; says in which step
+├── RequestCancelledError    this request was cancelled
+├── QueueFullError           no room in the queue; try again later
+├── EngineStoppedError       the engine takes no (more) requests; `__cause__` is what killed it, if anything did
+├── ConfigError              an option is unknown or its value impossible (also a ValueError)
+└── UnsupportedModelError    the pipeline's components cannot be batched safely (also a ValueError)
+"""
+
+from __future__ import annotations
+
+
+class ContinuousBatchingError(RuntimeError):
+    """Root of all errors of this package."""
+
+
+class RequestError(ContinuousBatchingError, ValueError):
+    """The request itself is wrong. The text has the value and the limit. Nobody else is affected."""
+
+
+class StepFailedError(ContinuousBatchingError):
+    """The request failed while it ran. The text says in which stage and step; `__cause__` is what was raised there."""
+
+
+class RequestCancelledError(ContinuousBatchingError):
+    """The request was cancelled before it finished."""
+
+
+class QueueFullError(ContinuousBatchingError):
+    """The waiting queue has reached `max_queue_size` rows."""
+
+
+class EngineStoppedError(ContinuousBatchingError):
+    """The engine is stopped or dead. `__cause__` is the failure that ended it, if one did."""
+
+
+class ConfigError(ContinuousBatchingError, ValueError):
+    """An option is unknown or its value is not possible. The text lists what is."""
+
+
+class UnsupportedModelError(ContinuousBatchingError, ValueError):
+    """The model, or something attached to it, cannot keep rows apart. The text says what to use instead."""

@@ -1,0 +1,152 @@
+"""What the engine did and how long it took. Knows numbers and request ids; no torch, no scheduling rule."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from .request import RequestMetrics, RequestStatus, Row, Stage
+
+# Steps and requests that are remembered for `recent_steps` and the latency figures.
+NUM_REMEMBERED = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One piece of work on the device. `request_ids` and `steps` have an entry per row; times are engine seconds."""
+
+    kind: str
+    start_s: float
+    end_s: float
+    request_ids: tuple[str, ...]
+    steps: tuple[int, ...]
+    num_tokens: int
+
+    @property
+    def duration_ms(self) -> float:
+        """How long it took."""
+        return 1e3 * (self.end_s - self.start_s)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot. Means are over everything since the start; zeros mean that it has not happened yet.
+
+    Attributes:
+        num_running, num_waiting: Rows in the batch and in the queue now.
+        num_by_status: Requests that ended, by how: "finished", "cancelled", "failed".
+        schedule_ms, make_batch_ms, step_ms, encode_ms, decode_ms: Mean milliseconds of one decision, one batch built,
+            one denoising step (batch building included), one encoding, one decoding.
+        queue_wait_s, first_step_latency_s, latency_s: Of the requests that finished lately, in order of finishing.
+        num_batch_retries: Batches that failed as a whole and were run again in parts.
+        recent_steps: The last steps, oldest first.
+    """
+
+    num_running: int
+    num_waiting: int
+    num_steps: int
+    num_by_status: dict[str, int]
+    mean_rows_per_step: float
+    mean_tokens_per_step: float
+    schedule_ms: float
+    make_batch_ms: float
+    step_ms: float
+    encode_ms: float
+    decode_ms: float
+    num_batch_retries: int
+    num_encoded_rows: int
+    num_decoded_rows: int
+    queue_wait_s: tuple[float, ...]
+    first_step_latency_s: tuple[float, ...]
+    latency_s: tuple[float, ...]
+    recent_steps: tuple[StepRecord, ...]
+
+
+@dataclass(slots=True)
+class _Sum:
+    total: float = 0.0
+    count: int = 0
+
+    def add(self, value: float) -> None:
+        self.total += value
+        self.count += 1
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.count if self.count else 0.0
+
+
+@dataclass(slots=True)
+class StatsRecorder:
+    """Collects what `EngineStats` shows. Written by the loop's thread, read by any."""
+
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _sums: dict[str, _Sum] = field(default_factory=dict)
+    _rows: Counter[str] = field(default_factory=Counter)
+    _endings: Counter[str] = field(default_factory=Counter)
+    _steps: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=NUM_REMEMBERED))
+    _requests: deque[RequestMetrics] = field(default_factory=lambda: deque(maxlen=NUM_REMEMBERED))
+    num_batch_retries: int = 0
+
+    def add(self, name: str, value: float) -> None:
+        """Add one value to the mean called `name`."""
+        with self._lock:
+            self._sums.setdefault(name, _Sum()).add(value)
+
+    def add_step(self, stage: Stage, rows: Sequence[Row], start_s: float, end_s: float, num_tokens: int) -> None:
+        """Remember one piece of device work; call it after the rows' `step` has moved on."""
+        record = StepRecord(
+            kind=stage.value,
+            start_s=start_s,
+            end_s=end_s,
+            request_ids=tuple(row.request.request_id for row in rows),
+            steps=tuple(row.step for row in rows),
+            num_tokens=num_tokens,
+        )
+        with self._lock:
+            self._steps.append(record)
+            self._rows[record.kind] += len(rows)
+            self._sums.setdefault(record.kind, _Sum()).add(record.duration_ms)
+            if stage is Stage.DENOISE:
+                self._sums.setdefault("rows", _Sum()).add(len(rows))
+                self._sums.setdefault("tokens", _Sum()).add(num_tokens)
+
+    def add_ending(self, status: RequestStatus, metrics: RequestMetrics) -> None:
+        """Count a request that ended."""
+        with self._lock:
+            self._endings[status.value] += 1
+            if status is RequestStatus.FINISHED:
+                self._requests.append(metrics)
+
+    def snapshot(self, num_running: int, num_waiting: int) -> EngineStats:
+        """Everything so far."""
+        with self._lock:
+
+            def mean(name: str) -> float:
+                return self._sums[name].mean if name in self._sums else 0.0
+
+            def times(name: str) -> tuple[float, ...]:
+                return tuple(t for m in self._requests if (t := getattr(m, name)) is not None)
+
+            return EngineStats(
+                num_running=num_running,
+                num_waiting=num_waiting,
+                num_steps=self._sums["rows"].count if "rows" in self._sums else 0,
+                num_by_status=dict(self._endings),
+                mean_rows_per_step=mean("rows"),
+                mean_tokens_per_step=mean("tokens"),
+                schedule_ms=mean("schedule"),
+                make_batch_ms=mean("make_batch"),
+                step_ms=mean(Stage.DENOISE.value),
+                encode_ms=mean(Stage.ENCODE.value),
+                decode_ms=mean(Stage.DECODE.value),
+                num_batch_retries=self.num_batch_retries,
+                num_encoded_rows=self._rows[Stage.ENCODE.value],
+                num_decoded_rows=self._rows[Stage.DECODE.value],
+                queue_wait_s=times("queue_wait_s"),
+                first_step_latency_s=times("first_step_latency_s"),
+                latency_s=times("latency_s"),
+                recent_steps=tuple(self._steps),
+            )

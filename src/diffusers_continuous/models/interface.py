@@ -1,0 +1,125 @@
+"""The verbs that the runner asks of a model, and how tokens lie in a packed batch. Nouns only.
+
+A packed batch keeps the image tokens of all branches in one sequence and their text tokens in another, without padding:
+
+    image   | row 0 ........ | row 1 ........ | row 2 .. |      row = one branch of one request,
+    text    | row 0 .. | row 1 .... | row 2 .. |                 sorted so that equal lengths are neighbours
+    joint   | text 0, image 0 | text 1, image 1 | text 2, image 2 |      what attention sees
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from ..batch import InputBatch
+    from ..request import RequestState, Row, Stage
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Run:
+    """Neighbouring rows of one length: tokens `start:stop` viewed as (num_rows, length, ...)."""
+
+    start: int
+    stop: int
+    first_row: int
+    num_rows: int
+    length: int
+
+    @property
+    def rows(self) -> slice:
+        """Which rows of the stream these are."""
+        return slice(self.first_row, self.first_row + self.num_rows)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenStream:
+    """How the rows of one stream share its token axis.
+
+    Attributes:
+        runs: The stream cut into runs of equal-length rows.
+        modulation_index: (rows,) which row of the modulation table belongs to each row.
+        token_modulation_index: (tokens,) the same per token, for streams of too many runs.
+    """
+
+    runs: tuple[Run, ...]
+    modulation_index: torch.Tensor
+    token_modulation_index: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedLayout:
+    """Everything about a packed batch that does not change from step to step.
+
+    Attributes:
+        image, text: The two streams.
+        joint_runs: Runs of equal-length rows in the joint order; attention stays inside a row.
+        joint_index: (tokens,) joint order as indices into [all text tokens, all image tokens].
+        text_index, image_index: Where the text and image tokens lie in the joint order.
+        rotary: (tokens, head_dim / 2) complex64 in joint order.
+    """
+
+    image: TokenStream
+    text: TokenStream
+    joint_runs: tuple[Run, ...]
+    joint_index: torch.Tensor
+    text_index: torch.Tensor
+    image_index: torch.Tensor
+    rotary: torch.Tensor
+
+
+class StepModel(Protocol):
+    """A diffusion model taken apart into steps. All methods run on the runner's thread under `no_grad`."""
+
+    @property
+    def is_phased(self) -> bool:
+        """True when only one big component fits the device at a time."""
+        ...
+
+    def prepare_encode(self, rows: Sequence[Row]) -> None:
+        """Set `text` (and `negative_text`) of every row."""
+        ...
+
+    def rotary(self, row: Row, is_negative: bool) -> torch.Tensor:
+        """Rotary table of one branch: (text + image tokens, head_dim / 2), text first."""
+        ...
+
+    def denoise_step(self, batch: InputBatch) -> list[torch.Tensor]:
+        """Guided noise prediction of every row: (image tokens, channels) each. Changes no row."""
+        ...
+
+    def step_scheduler(self, rows: Sequence[Row], noise_pred: torch.Tensor) -> None:
+        """Take one noise-scheduler step for rows that share one: `noise_pred` is (rows, image tokens, channels)."""
+        ...
+
+    def post_decode(self, rows: Sequence[Row]) -> None:
+        """Set `image` of rows of one size."""
+        ...
+
+    def use_component(self, stage: Stage | None) -> None:
+        """With model offload: let every big component leave the device that `stage` does not need."""
+        ...
+
+    def moment(self, row: Row) -> Any:
+        """What `preview` needs to draw the row as it stands now; costs nothing."""
+        ...
+
+    def preview(self, moment: Any) -> Any:
+        """A small picture of a moment, worked out without the VAE."""
+        ...
+
+    def make_output(self, state: RequestState) -> Any:
+        """The finished request's pictures in stock order, in the `output_type` that was asked for."""
+        ...
+
+    def reset(self) -> None:
+        """Forget what was worked out from components that may have changed."""
+        ...
+
+    def close(self) -> None:
+        """Leave the components as they were found."""
+        ...

@@ -1,0 +1,284 @@
+"""Qwen-Image text-to-image as a `StepModel`, over the components of a stock `QwenImagePipeline`.
+
+Knows the pipeline's mathematics (prompt embedding, guidance, noise-scheduler step, decoding), not who asked for it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
+
+from ..attention import AttentionBackend
+from ..batch import InputBatch
+from ..decode import LatentPreview, decode_latents
+from ..errors import EngineStoppedError, UnsupportedModelError
+from ..request import RequestState, Row, Stage, TextEmbeds
+from .qwen_image_transformer import Packed, install_packed_forward, uninstall_packed_forward
+
+logger = logging.getLogger(__name__)
+
+COMPONENT_OF_STAGE = {Stage.ENCODE: "text_encoder", Stage.DENOISE: "transformer", Stage.DECODE: "vae"}
+
+
+def check_transformer(transformer: Any) -> None:
+    """Refuse a transformer that cannot be stepped row by row.
+
+    Raises:
+        UnsupportedModelError: says what is in the way and what to do about it.
+    """
+    if not isinstance(transformer, QwenImageTransformer2DModel):
+        raise UnsupportedModelError(f"{type(transformer).__name__} is not a QwenImageTransformer2DModel")
+    for option, why in (
+        ("guidance_embeds", "the stock model crashes with it"),
+        ("zero_cond_t", "it belongs to the edit pipelines"),
+        ("use_additional_t_cond", "it belongs to the layered pipeline"),
+        ("use_layer3d_rope", "it belongs to the layered pipeline"),
+    ):
+        if transformer.config.get(option):
+            raise UnsupportedModelError(f"transformer.config.{option}=True cannot be batched here: {why}")
+
+
+class QwenImageStepModel:
+    """The four verbs over one pipeline's components. Runs on the runner's thread only, under `no_grad`.
+
+    Args:
+        pipe: The pipeline; its components are read at every call, so an exchanged one is used from then on.
+        attention: Backend of the packed forward.
+        prompt_cache_size: Most prompts whose embeddings are kept.
+    """
+
+    def __init__(self, pipe: QwenImagePipeline, attention: AttentionBackend, prompt_cache_size: int) -> None:
+        self._pipe_ref = weakref.ref(pipe)
+        self._transformer_ref = weakref.ref(pipe.transformer)
+        self._attention = attention
+        self._prompts: OrderedDict[tuple[str, int], TextEmbeds] = OrderedDict()
+        self._prompt_cache_size = prompt_cache_size
+        self._rotary: OrderedDict[tuple[Any, ...], torch.Tensor] = OrderedDict()
+        self._preview = LatentPreview()
+        install_packed_forward(pipe.transformer)
+
+    def reset(self) -> None:
+        """Forget what was worked out from components that may have changed."""
+        self._prompts.clear()
+        self._rotary.clear()
+        self._preview = LatentPreview()
+        transformer = self._pipe.transformer
+        check_transformer(transformer)
+        if transformer is not self._transformer_ref():
+            self.close()
+            self._transformer_ref = weakref.ref(transformer)
+        install_packed_forward(transformer)
+
+    def close(self) -> None:
+        """Leave the pipeline's modules as they were found."""
+        transformer = self._transformer_ref()
+        if transformer is not None:
+            uninstall_packed_forward(transformer)
+
+    @property
+    def _pipe(self) -> QwenImagePipeline:
+        """The pipeline, which owns this object and not the other way round, so that `del pipe` frees the weights."""
+        pipe = self._pipe_ref()
+        if pipe is None:
+            raise EngineStoppedError("the pipeline of this engine is gone")
+        return pipe
+
+    # ------------------------------------------------------------------ model offload
+
+    @property
+    def is_phased(self) -> bool:
+        """True after `enable_model_cpu_offload`: one big component on the device at a time."""
+        return bool(getattr(self._pipe, "_all_hooks", None))
+
+    def use_component(self, stage: Stage | None) -> None:
+        """Move every hooked component off the device, except the one that `stage` needs."""
+        keep = getattr(self._pipe, COMPONENT_OF_STAGE[stage]) if stage in COMPONENT_OF_STAGE else None
+        for hook in getattr(self._pipe, "_all_hooks", ()):
+            if hook.model is not keep:
+                hook.offload()
+
+    # ------------------------------------------------------------------ encode
+
+    def prepare_encode(self, rows: Sequence[Row]) -> None:
+        """Set the texts of `rows`; prompts not seen lately are encoded together, each once."""
+        wanted: OrderedDict[int, OrderedDict[str, None]] = OrderedDict()
+        for row in rows:
+            for prompt in _missing_prompts(row):
+                wanted.setdefault(row.request.params.max_sequence_length, OrderedDict())[prompt] = None
+        fresh: dict[tuple[str, int], TextEmbeds] = {}
+        for length, prompts in wanted.items():
+            new = [prompt for prompt in prompts if (prompt, length) not in self._prompts]
+            if new:
+                fresh.update({(p, length): text for p, text in zip(new, self._encode(new, length), strict=True)})
+        for row in rows:
+            length = row.request.params.max_sequence_length
+            if row.text is None:
+                row.text = self._lookup(row.prompt, length, fresh)
+            if row.negative_text is None and row.num_branches == 2:
+                row.negative_text = self._lookup(row.negative_prompt, length, fresh)
+        for key, text in fresh.items():
+            self._remember(key, text)
+
+    def _encode(self, prompts: list[str], max_sequence_length: int) -> list[TextEmbeds]:
+        embeds, mask = self._pipe.encode_prompt(prompt=prompts, max_sequence_length=max_sequence_length)
+        texts = split_embeds(embeds, mask)
+        for prompt, text in zip(prompts, texts, strict=True):
+            if text.num_tokens == max_sequence_length:
+                logger.warning(
+                    "a prompt of %d characters was cut to max_sequence_length=%d tokens", len(prompt), text.num_tokens
+                )
+        return texts
+
+    def _lookup(self, prompt: str | None, length: int, fresh: dict[tuple[str, int], TextEmbeds]) -> TextEmbeds:
+        assert prompt is not None
+        key = (prompt, length)
+        if key in fresh:
+            return fresh[key]
+        self._prompts.move_to_end(key)
+        return self._prompts[key]
+
+    def _remember(self, key: tuple[str, int], text: TextEmbeds) -> None:
+        self._prompts[key] = text
+        while len(self._prompts) > self._prompt_cache_size:
+            self._prompts.popitem(last=False)
+
+    # ------------------------------------------------------------------ denoise
+
+    def rotary(self, row: Row, is_negative: bool) -> torch.Tensor:
+        """The stock rotary table of this row alone: text positions begin after the larger half side of its image."""
+        text = row.negative_text if is_negative else row.text
+        assert text is not None
+        grid = (1, row.request.params.height // 16, row.request.params.width // 16)
+        key = (grid, text.width, text.positions, row.latents.device)
+        if key not in self._rotary:
+            image, words = self._pipe.transformer.pos_embed([grid], max_txt_seq_len=text.width, device=key[-1])
+            if text.positions is not None:
+                words = words[list(text.positions)]
+            self._rotary[key] = torch.cat([words, image])
+            while len(self._rotary) > 4 * self._prompt_cache_size + 16:
+                self._rotary.popitem(last=False)
+        self._rotary.move_to_end(key)
+        return self._rotary[key]
+
+    def denoise_step(self, batch: InputBatch) -> list[torch.Tensor]:
+        """Guided noise prediction of each row: (image tokens, channels)."""
+        scale = batch.rows[0].request.params.lora_scale
+        noise_pred = self._pipe.transformer(
+            hidden_states=batch.latents,
+            encoder_hidden_states=batch.composition.prompt_embeds,
+            timestep=batch.timesteps / 1000,
+            attention_kwargs={"scale": scale} if scale != 1.0 else None,
+            packed=Packed(batch.layout, self._attention),
+        )
+        return batch.scatter(_guide(noise_pred, batch))
+
+    def step_scheduler(self, rows: Sequence[Row], noise_pred: torch.Tensor) -> None:
+        """One `noise_scheduler.step` for rows that share one; sets `latents`, `noise_pred` and `step`."""
+        noise_scheduler, step = rows[0].noise_scheduler, rows[0].step
+        extra = {}
+        if rows[0].generator is not None and "generator" in _step_parameters(type(noise_scheduler)):
+            extra["generator"] = rows[0].generator
+        sample = torch.stack([row.latents for row in rows])  # (rows, image tokens, channels)
+        stepped = noise_scheduler.step(noise_pred, noise_scheduler.timesteps[step], sample, return_dict=False, **extra)
+        latents = stepped[0].to(sample.dtype)
+        for row, row_latents, row_pred in zip(rows, latents.unbind(), noise_pred.unbind(), strict=True):
+            row.latents, row.noise_pred, row.step = row_latents, row_pred, step + 1
+
+    # ------------------------------------------------------------------ decode
+
+    def post_decode(self, rows: Sequence[Row]) -> None:
+        """Decode rows of one size together; sets `image`, (3, height, width) in -1..1."""
+        params = rows[0].request.params
+        images = decode_latents(self._pipe, torch.stack([row.latents for row in rows]), params.height, params.width)
+        for row, image in zip(rows, images.unbind(), strict=True):
+            row.image = image
+
+    def make_output(self, state: RequestState) -> Any:
+        """All pictures of the request as the stock pipeline returns them: PIL list, array, tensor or packed latents."""
+        if state.params.output_type == "latent":
+            return torch.stack([row.latents for row in state.rows])
+        images = torch.stack([row.image for row in state.rows if row.image is not None])
+        return self._pipe.image_processor.postprocess(images, output_type=state.params.output_type)
+
+    def moment(self, row: Row) -> Moment:
+        """The row's latents and last prediction, as they stand now."""
+        sigmas = getattr(row.noise_scheduler, "sigmas", None)
+        params = row.request.params
+        return Moment(row.latents, row.noise_pred, sigmas, row.step, params.height, params.width)
+
+    def preview(self, moment: Moment) -> Any:
+        """The picture that the last prediction points at, `x0 = x - sigma * v`; one pixel per 8 x 8 of the real one."""
+        latents = moment.latents
+        if moment.noise_pred is not None and moment.sigmas is not None:
+            latents = latents - moment.sigmas[moment.step].to(latents.device) * moment.noise_pred
+        return self._preview.render(self._pipe, latents, moment.height, moment.width)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Moment:
+    """One row between two steps: (image tokens, channels) latents and prediction, the schedule, the size in pixels."""
+
+    latents: torch.Tensor
+    noise_pred: torch.Tensor | None
+    sigmas: torch.Tensor | None
+    step: int
+    height: int
+    width: int
+
+
+def _missing_prompts(row: Row) -> list[str]:
+    missing = [row.prompt] if row.text is None else []
+    if row.num_branches == 2 and row.negative_text is None:
+        missing.append(row.negative_prompt)
+    return [prompt for prompt in missing if prompt is not None]
+
+
+def split_embeds(embeds: torch.Tensor, mask: torch.Tensor | None) -> list[TextEmbeds]:
+    """Take the valid tokens of each prompt out of padded (prompts, tokens, dim) embeddings.
+
+    Args:
+        mask: (prompts, tokens), non-zero where a token is valid; None when all are.
+    """
+    width = embeds.shape[1]
+    if mask is None:
+        return [TextEmbeds(row, width) for row in embeds]
+    texts = []
+    for row, keep in zip(embeds, mask.bool().cpu(), strict=True):
+        positions = keep.nonzero()[:, 0]
+        count = len(positions)
+        if count == 0 or int(positions[-1]) == count - 1:
+            texts.append(TextEmbeds(row[:count].clone(), count))
+        else:
+            kept = tuple(positions.tolist())
+            texts.append(TextEmbeds(row[list(kept)], width, kept))
+    return texts
+
+
+def _guide(noise_pred: torch.Tensor, batch: InputBatch) -> torch.Tensor:
+    """True classifier-free guidance with the stock pipeline's norm rescale, for all guided rows at once."""
+    guidance = batch.composition.guidance
+    if guidance is None:
+        return noise_pred
+    cond = noise_pred.index_select(0, guidance.cond_index)
+    negative = noise_pred.index_select(0, guidance.negative_index)
+    combined = negative + guidance.scale * (cond - negative)
+    cond_norm = torch.norm(cond, dim=-1, keepdim=True)
+    combined_norm = torch.norm(combined, dim=-1, keepdim=True)
+    return noise_pred.index_copy(0, guidance.cond_index, combined * (cond_norm / combined_norm))
+
+
+_STEP_PARAMETERS: dict[Any, frozenset[str]] = {}
+
+
+def _step_parameters(cls: Any) -> frozenset[str]:
+    if cls not in _STEP_PARAMETERS:
+        _STEP_PARAMETERS[cls] = frozenset(inspect.signature(cls.step).parameters)
+    return _STEP_PARAMETERS[cls]

@@ -1,0 +1,627 @@
+"""The pipelines users hold: stock signatures and results, safe from any thread, many calls in one forward.
+
+Turns call arguments into a `RequestState`, hands it to the engine and waits. Knows arguments and results; never sees
+another caller's tensors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import functools
+import itertools
+import json
+import threading
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from diffusers import (
+    AutoencoderKLQwenImage,
+    FlowMatchEulerDiscreteScheduler,
+    QwenImagePipeline,
+    QwenImageTransformer2DModel,
+)
+from diffusers.pipelines.qwenimage import QwenImagePipelineOutput
+from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift, retrieve_timesteps
+from diffusers.utils import logging
+from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
+
+from .arguments import CallArguments, check_arguments
+from .attention import get_backend
+from .callbacks import RequestPipelineView, StepCallback
+from .config import ContinuousBatchingConfig, resolve_config
+from .engine import DiffusionEngine
+from .errors import EngineStoppedError, RequestError
+from .futures import RequestFuture
+from .metrics import StatsRecorder
+from .models.qwen_image import QwenImageStepModel, check_transformer, split_embeds
+from .request import CallbackCall, RequestMetrics, RequestOutput, RequestState, RequestStatus, Row, TextEmbeds
+from .runner import DiffusionModelRunner
+from .scheduler import StepScheduler
+
+logger = logging.get_logger(__name__)
+
+_request_numbers = itertools.count(1)
+
+# Methods of a pipeline that change what all requests share. They wait until nothing runs, hold what waits, and let it
+# go on with the change.
+_CHANGES_SHARED_STATE = (
+    "delete_adapters",
+    "disable_lora",
+    "enable_group_offload",
+    "enable_lora",
+    "enable_model_cpu_offload",
+    "enable_sequential_cpu_offload",
+    "fuse_lora",
+    "load_lora_weights",
+    "maybe_free_model_hooks",
+    "remove_all_hooks",
+    "reset_device_map",
+    "set_adapters",
+    "to",
+    "unfuse_lora",
+    "unload_lora_weights",
+)
+
+
+class ContinuousBatchingMixin:
+    """Gives a Qwen-Image pipeline an engine. Mix it in before the stock class.
+
+    The engine starts with the first call and ends with the pipeline; it holds the pipeline by weak reference only.
+    """
+
+    _engine: DiffusionEngine | None = None
+    _stock_class_name = "QwenImagePipeline"
+
+    if TYPE_CHECKING:  # what the stock class brings
+        config_name: str
+        scheduler: Any
+        text_encoder: Any
+        transformer: Any
+        _execution_device: torch.device
+        prepare_latents: Callable[..., torch.Tensor]
+        progress_bar: Callable[..., Any]
+
+    # ------------------------------------------------------------------ the engine
+
+    def init_continuous_batching(
+        self, continuous_batching_config: ContinuousBatchingConfig | dict[str, Any] | None = None, **options: Any
+    ) -> DiffusionEngine:
+        """Make this pipeline's engine with a config, not started yet; a first call or `start()` starts it.
+
+        Raises:
+            ConfigError: for an unknown option or value.
+            EngineStoppedError: while the pipeline's present engine still takes requests; `stop()` it first.
+        """
+        config = resolve_config(continuous_batching_config, **options)
+        with _lock_of(self):
+            if self._engine is not None and not self._engine.is_stopped:
+                raise EngineStoppedError("this pipeline has an engine already; call its stop() before making another")
+            engine = self._make_engine(config)
+            self.__dict__["_engine"] = engine
+            self.__dict__["_config_of_engine"] = config
+            return engine
+
+    def _make_engine(self, config: ContinuousBatchingConfig) -> DiffusionEngine:
+        stats = StatsRecorder()
+        model = QwenImageStepModel(self, get_backend(config.attention_backend), config.prompt_cache_size)
+        runner = DiffusionModelRunner(model, self._execution_device, stats)
+        make_request = weakref.WeakMethod(self._make_request)
+
+        def make(**arguments: Any) -> RequestState:
+            method = make_request()
+            if method is None:
+                raise EngineStoppedError("the pipeline of this engine is gone")
+            return method(**arguments)
+
+        engine = DiffusionEngine(StepScheduler(config), runner, make, stats)
+        weakref.finalize(self, _stop_orphan, engine)
+        return engine
+
+    @contextlib.contextmanager
+    def continuous_batching_context_manager(
+        self,
+        continuous_batching_config: ContinuousBatchingConfig | dict[str, Any] | None = None,
+        block: bool = True,
+        timeout: float | None = None,
+        **options: Any,
+    ) -> Iterator[DiffusionEngine]:
+        """A started engine for the body. It drains at the end; an exception in the body stops it hard."""
+        engine = self.init_continuous_batching(continuous_batching_config, **options)
+        engine.start()
+        try:
+            yield engine
+        except BaseException:
+            engine.stop(block=block, timeout=timeout, hard_stop=True)
+            raise
+        engine.stop(block=block, timeout=timeout)
+
+    def _running_engine(self) -> DiffusionEngine:
+        """The engine, started; a new one after the last was stopped.
+
+        Raises:
+            EngineStoppedError: when the engine has died, with the cause.
+        """
+        with _lock_of(self):
+            if self._engine is None or (self._engine.is_stopped and self._engine.fatal_error is None):
+                self.init_continuous_batching(self.__dict__.get("_config_of_engine"))
+            assert self._engine is not None
+            self._engine.start()
+            return self._engine
+
+    # ------------------------------------------------------------------ other ways to call
+
+    def stream(self, *args: Any, **kwargs: Any) -> RequestStream:
+        """Submit now and iterate over the request's outputs as it advances; closing the iterator cancels it."""
+        engine = self._running_engine()
+        state = self._make_request(*args, **kwargs)
+        state.streaming = True
+        engine.submit(state)
+        return RequestStream(engine, state)
+
+    def astream(self, *args: Any, **kwargs: Any) -> AsyncRequestStream:
+        """`stream` for asyncio."""
+        return AsyncRequestStream(self.stream(*args, **kwargs))
+
+    async def agenerate(self, *args: Any, **kwargs: Any) -> Any:
+        """`__call__` for asyncio: waits without blocking the event loop; cancelling the task cancels the request."""
+        return_dict = kwargs.pop("return_dict", True)
+        stream = AsyncRequestStream(self.stream(*args, **kwargs), final_only=True)
+        async with contextlib.aclosing(stream):
+            async for output in stream:
+                if output.finished:
+                    return _pipeline_output(output, return_dict)
+        raise AssertionError("a stream ends with a final output")
+
+    def generate_batch(self, inputs: Sequence[dict[str, Any]], **common: Any) -> dict[str, RequestOutput]:
+        """Generate for every dict of call arguments; outputs by request id, in input order.
+
+        A request that is refused or fails has its `status` and `error` set; the others are not disturbed.
+
+        Args:
+            common: Arguments for all of them; an input's own win.
+        """
+        engine = self._running_engine()
+        states: list[RequestState | RequestOutput] = []
+        try:
+            for arguments in inputs:
+                states.append(self._submit_or_refuse(engine, {**common, **arguments}))
+            outputs = [s if isinstance(s, RequestOutput) else _wait(engine, s) for s in states]
+        except BaseException:
+            for state in states:
+                engine.cancel_request(state.request_id)
+            raise
+        return {output.request_id: output for output in outputs}
+
+    def _submit_or_refuse(self, engine: DiffusionEngine, arguments: dict[str, Any]) -> RequestState | RequestOutput:
+        try:
+            state = self._make_request(**arguments)
+            engine.submit(state)
+            return state
+        except EngineStoppedError:
+            raise
+        except Exception as error:
+            return _refused(arguments.get("request_id") or _new_request_id(), error)
+
+    # ------------------------------------------------------------------ requests
+
+    def _call(self, return_dict: bool, **arguments: Any) -> Any:
+        """Submit, wait, show progress, run callbacks; what `__call__` does in every variant."""
+        engine = self._running_engine()
+        state = self._make_request(**arguments)
+        show_progress = not getattr(self, "_progress_bar_config", {}).get("disable", False)
+        state.streaming = show_progress
+        engine.submit(state)
+        try:
+            if not show_progress:
+                return _pipeline_output(_wait(engine, state), return_dict)
+            with self.progress_bar(total=state.num_steps) as bar:
+                output = _wait(engine, state, lambda out: bar.update(out.step - bar.n))
+                return _pipeline_output(output, return_dict)
+        except BaseException:
+            engine.cancel_request(state.request_id)
+            raise
+
+    @torch.no_grad()
+    def _make_request(self, *args: Any, **kwargs: Any) -> RequestState:
+        """Validate call arguments and draw the noise, in the caller's thread; nothing is shared with others yet.
+
+        Raises:
+            RequestError: for a bad argument, with the value and the limit.
+        """
+        arguments = check_arguments(self, *args, **kwargs)
+        state = RequestState(
+            request_id=arguments.request_id or _new_request_id(),
+            params=arguments.params,
+            future=RequestFuture(),
+        )
+        texts, negative_texts = self._given_embeds(arguments)
+        latents, seeds, generators = self._draw_latents(arguments)
+        state.rows = tuple(
+            Row(
+                request=state,
+                index=index,
+                num_image_tokens=latents.shape[1],
+                latents=latents[index],
+                noise_scheduler=noise_scheduler,
+                num_steps=len(noise_scheduler.timesteps),
+                prompt=arguments.prompts[index],
+                negative_prompt=arguments.negative_prompts[index],
+                text=texts[index],
+                negative_text=negative_texts[index],
+                seed=seeds[index],
+                generator=generators[index],
+            )
+            for index, noise_scheduler in enumerate(self._noise_schedulers(arguments, latents.shape[1]))
+        )
+        if arguments.callback is not None:
+            assert self._engine is not None
+            view = RequestPipelineView(self, state, arguments.guidance_scale, self._engine.runner.lock)
+            state.callback = StepCallback(arguments.callback, view)
+        return state
+
+    def _given_embeds(self, arguments: CallArguments) -> tuple[list[TextEmbeds | None], list[TextEmbeds | None]]:
+        """Embeddings that the caller brought, per row; None where a prompt is to be encoded."""
+
+        def per_row(embeds: torch.Tensor | None, mask: torch.Tensor | None) -> list[TextEmbeds | None]:
+            if embeds is None:
+                return [None] * arguments.num_rows
+            limit = arguments.params.max_sequence_length
+            mask = None if mask is None else mask[:, :limit]
+            texts = split_embeds(embeds[:, :limit].to(self._execution_device), mask)
+            repeat = arguments.num_rows // len(texts)
+            return [text for text in texts for _ in range(repeat)]
+
+        negative = arguments.negative_prompt_embeds if arguments.params.do_true_cfg else None
+        return (
+            per_row(arguments.prompt_embeds, arguments.prompt_embeds_mask),
+            per_row(negative, arguments.negative_prompt_embeds_mask),
+        )
+
+    def _draw_latents(
+        self, arguments: CallArguments
+    ) -> tuple[torch.Tensor, list[int | None], list[torch.Generator | None]]:
+        """(rows, image tokens, channels) noise, the seed of each row that has one, a generator per row for later noise.
+
+        A caller's generator is drawn from once, in the stock shape. Without one every row has its own seed.
+        """
+        params, num_rows = arguments.params, arguments.num_rows
+        dtype = self.text_encoder.dtype if arguments.prompt_embeds is None else arguments.prompt_embeds.dtype
+        channels = self.transformer.config.in_channels // 4
+        prepare = functools.partial(
+            self.prepare_latents,
+            num_channels_latents=channels,
+            height=params.height,
+            width=params.width,
+            dtype=dtype,
+            device=self._execution_device,
+        )
+        if arguments.generator is None and arguments.latents is None:
+            first = arguments.seed
+            if first is None:
+                first = int(torch.randint(0, 2**62, (), dtype=torch.int64))
+            seeds = [first + index for index in range(num_rows)]
+            generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+            drawn = [prepare(batch_size=1, generator=generator) for generator in generators]
+            return torch.cat(drawn), list(seeds), list(generators)
+        latents = prepare(batch_size=num_rows, generator=arguments.generator, latents=arguments.latents)
+        return latents, [None] * num_rows, self._step_generators(arguments)
+
+    def _step_generators(self, arguments: CallArguments) -> list[torch.Generator | None]:
+        """Generators for stochastic noise schedulers, seeded from a copy of the caller's, whose own state stays put.
+
+        The stock pipeline never draws from the caller's generator after the latents, so a second call with it must
+        find it where the stock call would have left it.
+        """
+        given = arguments.generator
+        if given is None:
+            return [None] * arguments.num_rows
+        sources = given if isinstance(given, list) else [given]
+        copies = []
+        for source in sources:
+            twin = torch.Generator(device=source.device)
+            twin.set_state(source.get_state())
+            copies.append(twin)
+        rows = [copies[index % len(copies)] for index in range(arguments.num_rows)]
+        seeds = [int(torch.randint(0, 2**62, (), dtype=torch.int64, generator=g, device=g.device)) for g in rows]
+        return [torch.Generator(device=self._execution_device).manual_seed(seed) for seed in seeds]
+
+    def _noise_schedulers(self, arguments: CallArguments, image_seq_len: int) -> list[Any]:
+        """A copy of the pipeline's noise scheduler per row, its timesteps set; a gang's rows share one."""
+        noise_scheduler = copy.deepcopy(self.scheduler)
+        config = noise_scheduler.config
+        mu = calculate_shift(
+            image_seq_len,
+            config.get("base_image_seq_len", 256),
+            config.get("max_image_seq_len", 4096),
+            config.get("base_shift", 0.5),
+            config.get("max_shift", 1.15),
+        )
+        steps = arguments.params.num_inference_steps
+        sigmas = np.linspace(1.0, 1 / steps, steps) if arguments.sigmas is None else arguments.sigmas
+        try:
+            retrieve_timesteps(noise_scheduler, steps, self._execution_device, sigmas=sigmas, mu=mu)
+        except Exception as error:
+            raise RequestError(f"{type(noise_scheduler).__name__} does not accept these sigmas: {error}") from error
+        noise_scheduler.set_begin_index(0)
+        if arguments.callback is not None:
+            return [noise_scheduler] * arguments.num_rows
+        return [noise_scheduler, *(copy.deepcopy(noise_scheduler) for _ in range(arguments.num_rows - 1))]
+
+    # ------------------------------------------------------------------ shared state
+
+    def _exclusively(self) -> contextlib.AbstractContextManager[None]:
+        """Nothing runs inside; without a running engine there is nothing to wait for."""
+        engine = self.__dict__.get("_engine")
+        return contextlib.nullcontext() if engine is None or engine.is_stopped else engine.exclusive()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        is_component = name != "scheduler" and name in getattr(self, "config", {}) and name in self.__dict__
+        with self._exclusively() if is_component else contextlib.nullcontext():
+            super().__setattr__(name, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("a pipeline with an engine cannot be copied or pickled; build one from `pipe.components`")
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """Save as the stock pipeline would, so that every Diffusers pipeline class loads the folder."""
+        super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
+        index = Path(save_directory) / self.config_name
+        content = json.loads(index.read_text())
+        content["_class_name"] = self._stock_class_name
+        index.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+
+
+def _exclusive_method(name: str) -> Callable[..., Any]:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._exclusively():
+            return getattr(super(ContinuousBatchingMixin, self), name)(*args, **kwargs)
+
+    stock = getattr(QwenImagePipeline, name)
+    return functools.wraps(stock)(method)
+
+
+for _name in _CHANGES_SHARED_STATE:
+    setattr(ContinuousBatchingMixin, _name, _exclusive_method(_name))
+
+
+class ContinuousBatchingPipeline(ContinuousBatchingMixin, QwenImagePipeline):
+    """`QwenImagePipeline` for many callers at once: same arguments, same pictures, one shared batch.
+
+    Args:
+        default_sample_size: Latent size of a picture whose size is not given, in 8-pixel units; the stock default
+            (128, a 1024-pixel picture) when None.
+    """
+
+    def __init__(
+        self,
+        scheduler: FlowMatchEulerDiscreteScheduler,
+        vae: AutoencoderKLQwenImage,
+        text_encoder: Qwen2_5_VLForConditionalGeneration,
+        tokenizer: Qwen2Tokenizer,
+        transformer: QwenImageTransformer2DModel,
+        default_sample_size: int | None = None,
+    ) -> None:
+        check_transformer(transformer)
+        super().__init__(scheduler, vae, text_encoder, tokenizer, transformer)
+        if default_sample_size is not None:
+            self.default_sample_size = default_sample_size
+        self.register_to_config(default_sample_size=default_sample_size)
+
+    def __call__(
+        self,
+        prompt: str | list[str] = None,  # type: ignore[assignment]  # noqa: RUF013  (the stock signature)
+        negative_prompt: str | list[str] = None,  # type: ignore[assignment]  # noqa: RUF013
+        true_cfg_scale: float = 4.0,
+        height: int | None = None,
+        width: int | None = None,
+        num_inference_steps: int = 50,
+        sigmas: list[float] | None = None,
+        guidance_scale: float | None = None,
+        num_images_per_prompt: int = 1,
+        generator: torch.Generator | list[torch.Generator] | None = None,
+        latents: torch.Tensor | None = None,
+        prompt_embeds: torch.Tensor | None = None,
+        prompt_embeds_mask: torch.Tensor | None = None,
+        negative_prompt_embeds: torch.Tensor | None = None,
+        negative_prompt_embeds_mask: torch.Tensor | None = None,
+        output_type: str | None = "pil",
+        return_dict: bool = True,
+        attention_kwargs: dict[str, Any] | None = None,
+        callback_on_step_end: Callable[[int, int], None] | None = None,
+        callback_on_step_end_tensor_inputs: list[str] = ["latents"],  # noqa: B006
+        max_sequence_length: int = 512,
+        *,
+        priority: int = 0,
+        request_id: str | None = None,
+        seed: int | None = None,
+    ) -> QwenImagePipelineOutput | tuple[Any]:
+        """Generate, together with everybody else's requests, and return what `QwenImagePipeline` returns.
+
+        Every stock argument means what it means there. In addition:
+
+        Args:
+            priority: Lower runs first.
+            request_id: A name for cancelling and for error texts; made up when None.
+            seed: Row k draws its noise from `seed + k`. Without `seed`, `generator` and `latents` a seed is drawn
+                from torch's default generator, so `torch.manual_seed` repeats.
+
+        Raises:
+            RequestError: for a bad argument, with the value and the limit.
+            StepFailedError: when this request failed while running.
+            RequestCancelledError, QueueFullError, EngineStoppedError: as their names say.
+        """
+        arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        return self._call(**arguments)
+
+
+# ---------------------------------------------------------------------- waiting
+
+
+class RequestStream:
+    """Iterates over one request's outputs; the last has `finished`. Closing or dropping it cancels the request."""
+
+    def __init__(self, engine: DiffusionEngine, state: RequestState) -> None:
+        self._engine = engine
+        self._state = state
+        self._is_over = False
+
+    @property
+    def request_id(self) -> str:
+        """The request's name, for `engine.cancel_request`."""
+        return self._state.request_id
+
+    def __iter__(self) -> RequestStream:
+        return self
+
+    def __next__(self) -> RequestOutput:
+        if self._is_over:
+            raise StopIteration
+        try:
+            while not isinstance(event := self._state.future.take(), RequestOutput):
+                assert event is not None
+                _answer(event)
+        except BaseException:
+            self.close()
+            raise
+        self._is_over = event.finished
+        return event
+
+    def close(self) -> None:
+        """Cancel the request unless it has ended; no effect the second time."""
+        self._is_over = True
+        self._engine.cancel_request(self._state.request_id)
+
+    def __enter__(self) -> RequestStream:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if not self._is_over:
+            self.close()
+
+
+class AsyncRequestStream:
+    """`RequestStream` on an asyncio loop; callbacks run in the loop's default executor."""
+
+    def __init__(self, stream: RequestStream, final_only: bool = False) -> None:
+        self._stream = stream
+        self._final_only = final_only
+        self._wake: asyncio.Event | None = None
+        stream._state.streaming = not final_only
+
+    @property
+    def request_id(self) -> str:
+        """The request's name, for `engine.cancel_request`."""
+        return self._stream.request_id
+
+    def __aiter__(self) -> AsyncIterator[RequestOutput]:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        if self._stream._is_over:
+            raise StopAsyncIteration
+        try:
+            while True:
+                event = await self._event()
+                if isinstance(event, CallbackCall):
+                    await asyncio.get_running_loop().run_in_executor(None, _answer, event)
+                elif event.finished or not self._final_only:
+                    break
+        except BaseException:
+            self._stream.close()
+            raise
+        self._stream._is_over = event.finished
+        return event
+
+    async def _event(self) -> RequestOutput | CallbackCall:
+        future = self._stream._state.future
+        if self._wake is None:
+            self._wake = asyncio.Event()
+            loop, wake = asyncio.get_running_loop(), self._wake
+
+            def announce() -> None:
+                with contextlib.suppress(RuntimeError):  # the asyncio loop is closed: nobody waits any more
+                    loop.call_soon_threadsafe(wake.set)
+
+            future.add_listener(announce)
+        while (event := future.take(timeout=0)) is None:
+            self._wake.clear()
+            if (event := future.take(timeout=0)) is not None:
+                break
+            await self._wake.wait()
+        return event
+
+    async def aclose(self) -> None:
+        """Cancel the request unless it has ended."""
+        self._stream.close()
+
+
+def _wait(
+    engine: DiffusionEngine, state: RequestState, on_output: Callable[[RequestOutput], None] | None = None
+) -> RequestOutput:
+    """Wait for the final output, running due callbacks here, in the caller's thread."""
+    while True:
+        event = state.future.take()
+        if isinstance(event, CallbackCall):
+            _answer(event)
+        elif event is not None:
+            if on_output is not None:
+                on_output(event)
+            if event.finished:
+                return event
+
+
+def _answer(call: CallbackCall) -> None:
+    """Run a due callback; whatever it raises ends its request and comes back as that request's error."""
+    try:
+        result = call.run()
+    except BaseException as error:
+        call.reply(None, error)
+    else:
+        call.reply(result, None)
+
+
+def _pipeline_output(output: RequestOutput, return_dict: bool) -> QwenImagePipelineOutput | tuple[Any]:
+    if output.error is not None:
+        raise output.error
+    if output.status is not RequestStatus.FINISHED:
+        raise AssertionError(f"request {output.request_id!r} ended as {output.status} without an error")
+    return QwenImagePipelineOutput(images=output.images) if return_dict else (output.images,)
+
+
+def _refused(request_id: str, error: Exception) -> RequestOutput:
+    return RequestOutput(
+        request_id=request_id,
+        status=RequestStatus.FAILED,
+        step=0,
+        num_steps=0,
+        seeds=[],
+        metrics=RequestMetrics(arrival_s=0.0),
+        error=error,
+    )
+
+
+def _new_request_id() -> str:
+    return f"req-{next(_request_numbers)}"
+
+
+_locks_guard = threading.Lock()
+
+
+def _lock_of(pipe: Any) -> threading.RLock:
+    """One lock per pipeline, made on first use: the stock constructors know nothing of it."""
+    with _locks_guard:
+        return pipe.__dict__.setdefault("_engine_lock", threading.RLock())
+
+
+def _stop_orphan(engine: DiffusionEngine) -> None:
+    """The pipeline is gone or the interpreter ends: end the loop, and wait for the step it is in."""
+    engine.stop(hard_stop=True)

@@ -1,0 +1,262 @@
+"""The nouns of a request: what was asked, where each of its rows stands, what comes back.
+
+Knows no device and no scheduling rule. Tensors are named here but never touched, so that importing the scheduler
+imports no torch.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from PIL import Image
+
+    from .futures import RequestFuture
+
+# Tokens that follow every prompt in the chat template, plus a few for normalisation: a byte-level tokenizer never
+# makes more tokens than bytes, so `len(bytes) + this` bounds a prompt that is not encoded yet.
+TEMPLATE_SUFFIX_TOKENS = 8
+
+_row_ids = itertools.count()
+
+
+class RequestStatus(enum.StrEnum):
+    """Where a request stands. The last three are endings; every accepted request reaches exactly one of them."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+
+    @property
+    def is_ending(self) -> bool:
+        """True for finished, cancelled and failed."""
+        return self in (RequestStatus.FINISHED, RequestStatus.CANCELLED, RequestStatus.FAILED)
+
+
+class Stage(enum.Enum):
+    """What a row needs next."""
+
+    ENCODE = "encode"
+    DENOISE = "denoise"
+    DECODE = "decode"
+    DONE = "done"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """What one call asked for, in plain numbers. Sizes are pixels of the diffusion, already multiples of 16."""
+
+    height: int
+    width: int
+    num_inference_steps: int
+    true_cfg_scale: float
+    do_true_cfg: bool
+    max_sequence_length: int = 512
+    output_type: str = "pil"
+    lora_scale: float = 1.0
+    priority: int = 0
+    callback_tensor_inputs: tuple[str, ...] = ("latents",)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TextEmbeds:
+    """The valid text tokens of one prompt.
+
+    Attributes:
+        embeds: (tokens, joint_attention_dim), only the tokens that the mask keeps.
+        positions: Their places in the padded prompt, when these are not simply 0, 1, 2, ...; rotary needs them.
+        width: Tokens of the padded prompt that the embeddings were cut from.
+    """
+
+    embeds: torch.Tensor
+    width: int
+    positions: tuple[int, ...] | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of valid tokens."""
+        return int(self.embeds.shape[0])
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """One picture on its way: its latents, its own noise scheduler, its text, its place in the schedule.
+
+    `latents` is (image tokens, channels); `image` is (3, height, width) in -1..1 once decoded.
+    """
+
+    request: RequestState
+    index: int
+    num_image_tokens: int
+    latents: torch.Tensor
+    noise_scheduler: Any
+    num_steps: int
+    prompt: str | None = None
+    negative_prompt: str | None = None
+    text: TextEmbeds | None = None
+    negative_text: TextEmbeds | None = None
+    seed: int | None = None
+    generator: torch.Generator | None = None
+    stage: Stage = Stage.ENCODE
+    step: int = 0
+    num_bypassed: int = 0
+    noise_pred: torch.Tensor | None = None
+    image: torch.Tensor | None = None
+    row_id: int = field(default_factory=lambda: next(_row_ids))
+
+    @property
+    def remaining_steps(self) -> int:
+        """Denoising steps that are left."""
+        return self.num_steps - self.step
+
+    @property
+    def num_branches(self) -> int:
+        """2 with guidance, else 1."""
+        return 2 if self.request.params.do_true_cfg else 1
+
+    @property
+    def num_text_tokens(self) -> int:
+        """Text tokens of all branches; an upper bound while a prompt is not encoded yet."""
+        total = _num_text_tokens(self.text, self.prompt, self.request.params.max_sequence_length)
+        if self.num_branches == 2:
+            total += _num_text_tokens(self.negative_text, self.negative_prompt, self.request.params.max_sequence_length)
+        return total
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that this row adds to a forward: image and text of all branches."""
+        return self.num_image_tokens * self.num_branches + self.num_text_tokens
+
+
+def _num_text_tokens(text: TextEmbeds | None, prompt: str | None, max_sequence_length: int) -> int:
+    if text is not None:
+        return text.num_tokens
+    return min(len((prompt or "").encode()) + TEMPLATE_SUFFIX_TOKENS, max_sequence_length)
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Times of one request on the engine's clock, in seconds."""
+
+    arrival_s: float
+    first_step_s: float | None = None
+    first_step_end_s: float | None = None
+    finish_s: float | None = None
+
+    @property
+    def queue_wait_s(self) -> float | None:
+        """From arrival to the start of the first denoising step."""
+        return None if self.first_step_s is None else self.first_step_s - self.arrival_s
+
+    @property
+    def first_step_latency_s(self) -> float | None:
+        """From arrival to the end of the first denoising step."""
+        return None if self.first_step_end_s is None else self.first_step_end_s - self.arrival_s
+
+    @property
+    def latency_s(self) -> float | None:
+        """From arrival to the ending."""
+        return None if self.finish_s is None else self.finish_s - self.arrival_s
+
+
+class GangCallback(Protocol):
+    """A caller's `callback_on_step_end` over the stacked rows of its request."""
+
+    def run(self, state: RequestState) -> dict[str, Any]:
+        """Call it, in the caller's thread; hand back what it returned."""
+        ...
+
+    def apply(self, state: RequestState, result: dict[str, Any]) -> bool:
+        """Put returned tensors into the rows; True when the callback asked to finish now."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """One call: its rows in stock order, its future, its standing. Belongs to the engine once submitted."""
+
+    request_id: str
+    params: SamplingParams
+    future: RequestFuture
+    streaming: bool = False
+    rows: tuple[Row, ...] = ()
+    callback: GangCallback | None = None
+    metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(arrival_s=0.0))
+    status: RequestStatus = RequestStatus.WAITING
+    error: BaseException | None = None
+    is_in_callback: bool = False
+
+    @property
+    def is_gang(self) -> bool:
+        """True when the rows must advance together, because a callback sees them stacked."""
+        return self.callback is not None
+
+    @property
+    def step(self) -> int:
+        """Steps that every row has done."""
+        return min(row.step for row in self.rows)
+
+    @property
+    def num_steps(self) -> int:
+        """Denoising steps of the schedule."""
+        return self.rows[0].num_steps
+
+    @property
+    def seeds(self) -> list[int | None]:
+        """The seed of each row; None where the caller gave a generator or the latents."""
+        return [row.seed for row in self.rows]
+
+    @property
+    def is_done(self) -> bool:
+        """True when every row has its picture."""
+        return all(row.stage is Stage.DONE for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CallbackCall:
+    """One due `callback_on_step_end`: to be run in the caller's thread, its answer given to `reply`."""
+
+    run: Callable[[], dict[str, Any]]
+    reply: Callable[[dict[str, Any] | None, BaseException | None], None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RequestOutput:
+    """What a caller sees of its request, in the middle or at the end.
+
+    Attributes:
+        step: Steps that every row has done, of `num_steps`.
+        images: All pictures of the call in stock order, in the asked `output_type`; None until finished.
+        latents: (rows, image tokens, channels) as they stood at the end; None until finished.
+        seeds: Each row's seed; None for a row whose noise came from the caller.
+        error: Why the request has no pictures, when it has none.
+        finished: True for the last output of a request, whatever its status.
+    """
+
+    request_id: str
+    status: RequestStatus
+    step: int
+    num_steps: int
+    seeds: list[int | None]
+    metrics: RequestMetrics
+    images: Any = None
+    latents: torch.Tensor | None = None
+    error: BaseException | None = None
+    make_preview: Callable[[], list[Image.Image]] | None = field(default=None, repr=False)
+
+    @property
+    def finished(self) -> bool:
+        """True for the last output of a request."""
+        return self.status.is_ending
+
+    @property
+    def preview(self) -> list[Image.Image] | None:
+        """One small picture per row of what the model expects so far; worked out when asked for, without the VAE."""
+        return None if self.make_preview is None else self.make_preview()

@@ -1,0 +1,226 @@
+"""`DiffusionModelRunner`: the only code that runs a model. Knows rows and tensors, not queues, callers or policies.
+
+A row that fails ends alone: a batch that fails is run again in halves (out of memory) or row by row, and only a row
+that fails by itself is reported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from .batch import Composition, InputBatch
+from .errors import EngineStoppedError, StepFailedError
+from .metrics import StatsRecorder
+from .models.interface import StepModel
+from .request import RequestState, Row, Stage
+from .scheduler import SchedulerOutput
+
+Errors = dict[Row, BaseException]
+T = TypeVar("T")
+
+
+class DiffusionModelRunner:
+    """Runs what a `SchedulerOutput` says, on one device.
+
+    Args:
+        model: The model's four verbs.
+        device: Where they run.
+        stats: Told about every piece of work.
+        clock: Seconds, the engine's.
+
+    Attributes:
+        lock: Held while anything runs; a callback's view of the VAE or the text encoder takes it too.
+    """
+
+    def __init__(
+        self,
+        model: StepModel,
+        device: torch.device,
+        stats: StatsRecorder,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.lock = threading.RLock()
+        self._model = model
+        self._device = device
+        self._stats = stats
+        self._clock = clock
+        self._composition: Composition | None = None
+
+    # ------------------------------------------------------------------ what the engine asks
+
+    @property
+    def is_phased(self) -> bool:
+        """True when only one big component fits the device at a time."""
+        return self._model.is_phased
+
+    def execute(self, output: SchedulerOutput) -> Errors:
+        """Encode, decode and take one denoising step; hand back the rows that failed, with the reason."""
+        errors: Errors = {}
+        with self.lock, torch.no_grad(), self._on_device():
+            if output.encode:
+                self._timed(Stage.ENCODE, output.encode, self._model.prepare_encode, errors)
+            for rows in _grouped(output.decode, lambda row: (row.request.params.height, row.request.params.width)):
+                self._timed(Stage.DECODE, rows, self._decode, errors)
+            denoise = [row for row in output.denoise if row not in errors]
+            for rows in _grouped(denoise, lambda row: row.request.params.lora_scale):
+                self._denoise(rows, errors)
+        return errors
+
+    def make_output(self, state: RequestState) -> Any:
+        """The pictures of a finished request."""
+        return self._model.make_output(state)
+
+    def latents_of(self, state: RequestState) -> torch.Tensor:
+        """(rows, image tokens, channels) as they stand."""
+        return torch.stack([row.latents for row in state.rows])
+
+    def preview_of(self, state: RequestState) -> Callable[[], list[Any]]:
+        """A function that draws what the model expects of every row now; nothing is computed before it is called."""
+        moments = [self._model.moment(row) for row in state.rows]
+
+        def draw() -> list[Any]:
+            with self.lock, torch.no_grad(), self._on_device():
+                return [self._model.preview(moment) for moment in moments]
+
+        return draw
+
+    def release(self) -> None:
+        """Nothing to do for now: forget the last batch and let offloaded components leave the device."""
+        self._composition = None
+        with self.lock, contextlib.suppress(EngineStoppedError):
+            if self._model.is_phased:
+                self._model.use_component(None)
+
+    def reset(self) -> None:
+        """Components may have changed: forget everything worked out from them."""
+        self._composition = None
+        with self.lock, torch.no_grad():
+            self._model.reset()
+
+    def close(self) -> None:
+        """Leave the model as it was found."""
+        self._composition = None
+        self._model.close()
+
+    # ------------------------------------------------------------------ one step
+
+    def _timed(self, stage: Stage, rows: Sequence[Row], work: Callable[[Sequence[Row]], None], errors: Errors) -> None:
+        start = self._clock()
+        self._use_component(stage)
+        self._isolating(stage, rows, work, errors)
+        self._stats.add_step(stage, rows, start, self._clock(), num_tokens=0)
+
+    def _decode(self, rows: Sequence[Row]) -> None:
+        self._model.post_decode(rows)
+        images = torch.stack([row.image.float().sum() for row in rows if row.image is not None])
+        if not bool(torch.isfinite(images).all()):
+            raise ArithmeticError("the decoded picture has non-finite pixels")
+
+    def _denoise(self, rows: Sequence[Row], errors: Errors) -> None:
+        start = self._clock()
+        self._use_component(Stage.DENOISE)
+        predictions: dict[Row, torch.Tensor] = {}
+        num_tokens = sum(row.num_tokens for row in rows)
+
+        def forward(part: Sequence[Row]) -> None:
+            predictions.update(zip(part, self._forward(part), strict=True))
+
+        self._isolating(Stage.DENOISE, rows, forward, errors)
+        good = [row for row in rows if row in predictions and row not in errors]
+        for row in _non_finite(good, predictions):
+            errors[row] = _failure(row, Stage.DENOISE, "the prediction is not finite")
+        for sharing in _grouped((row for row in good if row not in errors), lambda row: id(row.noise_scheduler)):
+            self._step(sharing, predictions, errors)
+        end = self._clock()
+        for state in dict.fromkeys(row.request for row in rows):
+            if state.metrics.first_step_s is None:
+                state.metrics.first_step_s, state.metrics.first_step_end_s = start, end
+        self._stats.add_step(Stage.DENOISE, rows, start, end, num_tokens)
+
+    def _forward(self, rows: Sequence[Row]) -> list[torch.Tensor]:
+        start = self._clock()
+        batch = InputBatch.make(rows, self._model, self._composition)
+        self._composition = batch.composition
+        self._stats.add("make_batch", 1e3 * (self._clock() - start))
+        return self._model.denoise_step(batch)
+
+    def _step(self, rows: Sequence[Row], predictions: dict[Row, torch.Tensor], errors: Errors) -> None:
+        try:
+            self._model.step_scheduler(rows, torch.stack([predictions[row] for row in rows]))
+        except Exception as error:
+            for row in rows:
+                errors[row] = _failure(row, Stage.DENOISE, "the noise scheduler failed", error)
+
+    # ------------------------------------------------------------------ failures
+
+    def _isolating(
+        self, stage: Stage, rows: Sequence[Row], work: Callable[[Sequence[Row]], None], errors: Errors
+    ) -> None:
+        """Run `work(rows)`; when it fails, run parts of it, down to the row that fails by itself."""
+        try:
+            work(rows)
+        except EngineStoppedError:
+            raise
+        except Exception as error:
+            self._composition = None
+            if len(rows) == 1:
+                errors[rows[0]] = _failure(rows[0], stage, str(error) or type(error).__name__, error)
+                return
+            failed = error
+        else:
+            return
+        # Out of the handler: its traceback would keep the failed batch's tensors alive.
+        self._stats.num_batch_retries += 1
+        half = (len(rows) + 1) // 2 if _is_out_of_memory(failed) else 1
+        del failed
+        self._empty_cache()
+        for start in range(0, len(rows), half):
+            self._isolating(stage, rows[start : start + half], work, errors)
+
+    # ------------------------------------------------------------------ device
+
+    def _use_component(self, stage: Stage) -> None:
+        if self._model.is_phased:
+            self._model.use_component(stage)
+
+    def _on_device(self) -> contextlib.AbstractContextManager[Any]:
+        """Make the pipeline's device the current one: it is a setting of the thread."""
+        if self._device.type == "cpu":
+            return contextlib.nullcontext()
+        return torch.get_device_module(self._device).device(self._device)
+
+    def _empty_cache(self) -> None:
+        if self._device.type != "cpu":
+            torch.get_device_module(self._device).empty_cache()
+
+
+def _grouped(rows: Iterable[Row], key: Callable[[Row], Hashable]) -> list[list[Row]]:
+    groups: dict[Hashable, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return list(groups.values())
+
+
+def _non_finite(rows: Sequence[Row], predictions: dict[Row, torch.Tensor]) -> list[Row]:
+    """Rows whose prediction has a NaN or an infinity: a sum shows it, and one copy tells for all rows."""
+    if not rows:
+        return []
+    finite = torch.isfinite(torch.stack([predictions[row].float().sum() for row in rows])).tolist()
+    return [row for row, is_finite in zip(rows, finite, strict=True) if not is_finite]
+
+
+def _failure(row: Row, stage: Stage, reason: str, cause: BaseException | None = None) -> StepFailedError:
+    where = f"step {row.step + 1} of {row.num_steps}" if stage is Stage.DENOISE else f"its {stage.value} stage"
+    error = StepFailedError(f"request {row.request.request_id!r}, row {row.index}, failed in {where}: {reason}")
+    error.__cause__ = cause
+    return error
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "not enough memory" in str(error)

@@ -1,0 +1,200 @@
+"""Which rows run in the next step. Talks of ids, stages, steps, tokens and seconds; never imports torch.
+
+A row goes ENCODE -> DENOISE -> DECODE -> DONE. It holds a place in the batch from its encoding until its last
+denoising step; decoding needs no place, so the next row moves up at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from .config import ContinuousBatchingConfig
+from .errors import QueueFullError
+from .policy import POLICIES, Policy
+from .request import RequestState, RequestStatus, Row, Stage
+
+# How many later rows may pass a row that does not fit yet. Passing keeps the device busy; the bound keeps the large
+# row from starving.
+MAX_BYPASSED = 16
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """The rows of the next step, by what they need. `num_tokens` counts the denoising rows, after encoding."""
+
+    encode: tuple[Row, ...] = ()
+    decode: tuple[Row, ...] = ()
+    denoise: tuple[Row, ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        """True when there is nothing to do."""
+        return not (self.encode or self.decode or self.denoise)
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """Every row of the step, each once."""
+        return tuple(dict.fromkeys((*self.encode, *self.decode, *self.denoise)))
+
+
+@dataclass(slots=True)
+class StepScheduler:
+    """Holds `waiting`, `running` and `decoding` rows and decides what runs next. Not thread-safe: the engine locks.
+
+    Args:
+        config: Capacity in rows and tokens, queue limit.
+        policy: In which order waiting rows are considered; by default what `config.scheduler_type` names.
+        is_phased: True when only one big component fits the device (`enable_model_cpu_offload`): a step is then
+            encoding only, denoising only or decoding only, and changes as seldom as `max_phase_s` allows.
+    """
+
+    config: ContinuousBatchingConfig
+    policy: Policy | None = None
+    is_phased: bool = False
+    waiting: list[Row] = field(default_factory=list)
+    running: list[Row] = field(default_factory=list)
+    decoding: list[Row] = field(default_factory=list)
+    is_holding: bool = False
+    _phase_since: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.policy is None:
+            self.policy = POLICIES[self.config.scheduler_type]()
+
+    # ------------------------------------------------------------------ requests in and out
+
+    def add_request(self, state: RequestState) -> None:
+        """Queue the rows of `state`.
+
+        Raises:
+            QueueFullError: when they would make more than `max_queue_size` rows wait.
+        """
+        limit = self.config.max_queue_size
+        if limit and self.num_waiting + len(state.rows) > limit:
+            raise QueueFullError(
+                f"{len(state.rows)} more rows do not fit: {self.num_waiting} rows wait and max_queue_size={limit}"
+            )
+        self.waiting.extend(state.rows[:1] if state.is_gang else state.rows)
+
+    def remove(self, state: RequestState) -> None:
+        """Forget the rows of `state`, wherever they are."""
+        for queue in (self.waiting, self.running, self.decoding):
+            queue[:] = [row for row in queue if row.request is not state]
+
+    def has_requests(self) -> bool:
+        """True while any row waits, runs or is to be decoded."""
+        return bool(self.waiting or self.running or self.decoding)
+
+    @property
+    def num_waiting(self) -> int:
+        """Rows that wait for a place; a gang counts all of its rows."""
+        return sum(len(_gang(row)) for row in self.waiting)
+
+    # ------------------------------------------------------------------ deciding
+
+    def schedule(self, now: float) -> SchedulerOutput:
+        """Decide the next step. Rows taken from `waiting` are in `running` afterwards."""
+        if not self.is_holding:
+            self._admit(now)
+        output = SchedulerOutput(
+            encode=tuple(row for row in self.running if row.stage is Stage.ENCODE),
+            decode=tuple(self.decoding),
+            denoise=tuple(
+                row
+                for row in self.running
+                if row.stage in (Stage.ENCODE, Stage.DENOISE) and not row.request.is_in_callback
+            ),
+        )
+        return self._one_phase(output, now) if self.is_phased else output
+
+    def _admit(self, now: float) -> None:
+        """Move rows from `waiting` to `running` in policy order while rows and tokens fit."""
+        room_rows = self.config.max_requests_per_batch - len(self.running)
+        if not self.waiting or room_rows <= 0:
+            return
+        room_tokens = self.config.max_batch_tokens - sum(row.num_tokens for row in self.running)
+        assert self.policy is not None
+        passed: Row | None = None
+        admitted: set[Row] = set()
+        for leader in self.policy.order(self.waiting, self.running, now):
+            gang = _gang(leader)
+            num_tokens = sum(row.num_tokens for row in gang)
+            fits = len(gang) <= room_rows and num_tokens <= room_tokens
+            if fits or not (self.running or admitted):  # what is larger than the budget runs alone
+                admitted.add(leader)
+                self.running.extend(gang)
+                room_rows -= len(gang)
+                room_tokens -= num_tokens
+                if passed is not None:
+                    passed.num_bypassed += 1
+            elif passed is None:
+                passed = leader
+            if room_rows <= 0 or room_tokens <= 0 or (passed is not None and passed.num_bypassed >= MAX_BYPASSED):
+                break
+        if admitted:
+            self.waiting[:] = [row for row in self.waiting if row not in admitted]
+
+    def _one_phase(self, output: SchedulerOutput, now: float) -> SchedulerOutput:
+        """Keep one kind of work: denoise while there is a batch, but let nobody wait longer than `max_phase_s`."""
+        denoise = tuple(row for row in output.denoise if row.stage is Stage.DENOISE)
+        others_wait = bool(output.encode or output.decode)
+        if denoise and others_wait and self._phase_since is None:
+            self._phase_since = now
+        is_due = self._phase_since is not None and now - self._phase_since >= self.config.max_phase_s
+        if denoise and not (others_wait and is_due):
+            return SchedulerOutput(denoise=denoise)
+        if others_wait:
+            self._phase_since = None
+        # Pictures first: their callers have waited longest.
+        return SchedulerOutput(decode=output.decode) if output.decode else SchedulerOutput(encode=output.encode)
+
+    # ------------------------------------------------------------------ after a step
+
+    def update_from_output(self, output: SchedulerOutput, errors: Mapping[Row, BaseException]) -> list[RequestState]:
+        """Move every row of `output` on and hand back the requests that ended, their status and error set.
+
+        A request with a failed row fails as a whole; the rows of other requests are untouched.
+        """
+        live = [row for row in output.rows if not row.request.status.is_ending]
+        for row in live:
+            if row in errors and not row.request.status.is_ending:
+                row.request.status, row.request.error = RequestStatus.FAILED, errors[row]
+        for row in live:
+            if not row.request.status.is_ending:
+                self._move_on(row)
+        ended = [state for state in dict.fromkeys(row.request for row in live) if self.settle(state)]
+        for state in ended:
+            if state.status is RequestStatus.FAILED:
+                self.remove(state)
+        return ended
+
+    def _move_on(self, row: Row) -> None:
+        if row.stage is Stage.ENCODE and row.text is not None:
+            row.stage = Stage.DENOISE
+        if row.stage is Stage.DENOISE and row.remaining_steps == 0 and not row.request.is_in_callback:
+            self.finish_denoising(row)
+        elif row.stage is Stage.DECODE and row.image is not None:
+            row.stage = Stage.DONE
+            self.decoding.remove(row)
+
+    def finish_denoising(self, row: Row) -> None:
+        """Free the row's place in the batch; it is decoded next, or done when only its latents were asked for."""
+        if row in self.running:
+            self.running.remove(row)
+        if row.request.params.output_type == "latent":
+            row.stage = Stage.DONE
+        else:
+            row.stage = Stage.DECODE
+            self.decoding.append(row)
+
+    def settle(self, state: RequestState) -> bool:
+        """Set the request's status from its rows; True when it has ended."""
+        if not state.status.is_ending:
+            state.status = RequestStatus.FINISHED if state.is_done else RequestStatus.RUNNING
+        return state.status.is_ending
+
+
+def _gang(leader: Row) -> tuple[Row, ...]:
+    """The rows that must be admitted together with `leader`."""
+    return leader.request.rows if leader.request.is_gang else (leader,)
