@@ -8,6 +8,9 @@ DEMO_OUTPUT ?= demo-output
 
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
+# Threads that wait give their core back. By default OpenMP's spin, and beside another busy process small models then
+# take 30 times as long.
+export OMP_WAIT_POLICY ?= passive
 # What an install depends on; an older stamp is made anew.
 SOURCES := pyproject.toml constraints.txt
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -31,7 +32,8 @@ def pictures(folder: Path) -> list[Path]:
 
 
 def pixels(path: Path) -> np.ndarray:
-    return np.asarray(Image.open(path))
+    with Image.open(path) as picture:
+        return np.asarray(picture)  # (height, width, 3)
 
 
 def write_rows(path: Path, *rows: object) -> Path:
@@ -147,7 +149,7 @@ def test_pictures_say_what_made_them(tmp_path, capsys):
         assert text["negative_prompt"] == " "
         settings = json.loads(text["settings"])
         assert (settings["size"], settings["steps"], settings["cfg"]) == ("64x64", 2, 3.0)
-        assert Image.open(file).size == (64, 64)
+        assert pixels(file).shape == (64, 64, 3)
     assert len(files) == 2
     assert not np.array_equal(pixels(files[0]), pixels(files[1]))
 
@@ -172,7 +174,7 @@ def test_rows_override_the_options(tmp_path):
         by_prompt.setdefault(read_metadata(path)["prompt"], []).append(path)
     assert {prompt: len(paths) for prompt, paths in by_prompt.items()} == {"a cross": 1, STAR: 1, CIRCLE: 2}
     star, circle = read_metadata(by_prompt[STAR][0]), read_metadata(by_prompt[CIRCLE][1])
-    assert Image.open(by_prompt[STAR][0]).size == (64, 96)
+    assert pixels(by_prompt[STAR][0]).shape == (96, 64, 3)
     assert (star["seed"], star["negative_prompt"], json.loads(star["settings"])["steps"]) == ("7", "", 3)
     assert (circle["seed"], circle["negative_prompt"], json.loads(circle["settings"])["steps"]) == ("2", "red", 2)
 
@@ -273,3 +275,19 @@ def test_env_tells_versions_device_and_backends(capsys):
 
     assert lines["torch"].split()[0] == torch.__version__
     assert "device" in lines
+
+
+def test_demo_draws_what_the_stock_pipeline_draws_and_leaves_its_files(tmp_path, capsys, monkeypatch):
+    from diffusers_continuous.cli import demo
+
+    callers = tuple(dataclasses.replace(c, steps=1 + c.steps // 8, delay_s=c.delay_s / 8) for c in demo.CALLERS)
+    monkeypatch.setattr(demo, "CALLERS", callers)
+    assert main(["demo", "--output", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {*(f"picture-{n}.png" for n in range(1, 9)), "contact-sheet.png", "timeline.png"}
+    difference = next(line for line in text.splitlines() if line.startswith("largest difference"))
+    assert int(difference.split()[-3]) <= 1, text
+    assert "images/s" in text
+    assert str(tmp_path) in text
+    assert len({pixels(tmp_path / f"picture-{n}.png").shape for n in range(1, 9)}) == 8

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from diffusers import QwenImagePipeline
     from PIL.Image import Image as Picture
 
-    from diffusers_continuous import ContinuousBatchingPipeline, RequestOutput, StepRecord
+    from diffusers_continuous import ContinuousBatchingPipeline, DiffusionEngine, RequestOutput, StepRecord
 
 DESCRIPTION = """\
 Eight callers at staggered times, with different prompts, sizes, step counts and guidance, on the embedded model. Writes
@@ -85,8 +85,9 @@ def main(argv: Sequence[str]) -> int:
 
     print(f"loading {EMBEDDED_MODEL}")
     pipe, stock = load_pipeline(None), load_stock_pipeline(None)
-    warm_up(pipe, stock)
-    together = draw_together(pipe)
+    with pipe.continuous_batching_context_manager() as engine:
+        warm_up(pipe, stock)
+        together = draw_together(pipe, engine)
     one_by_one = draw_one_by_one(stock)
     write_pictures(folder, together)
     draw_timeline(together.lanes, together.records, folder / "timeline.png", "Eight callers, one engine")
@@ -99,7 +100,7 @@ class Together:
     """What the callers got, in their order, and how long it took from the first call to the last picture."""
 
     outputs: list[RequestOutput]
-    records: tuple[StepRecord, ...]
+    records: list[StepRecord]
     wall_s: float
 
     @property
@@ -108,10 +109,13 @@ class Together:
 
     @property
     def lanes(self) -> list[Lane]:
-        return [
-            Lane(output.request_id, caller.settings, caller.cfg > 1, output.metrics.arrival_s, output.metrics.finish_s)
-            for caller, output in zip(CALLERS, self.outputs, strict=True)
-        ]
+        return [_lane(caller, output) for caller, output in zip(CALLERS, self.outputs, strict=True)]
+
+
+def _lane(caller: Caller, output: RequestOutput) -> Lane:
+    times = output.metrics
+    assert times.finish_s is not None  # it has its picture
+    return Lane(output.request_id, caller.settings, caller.cfg > 1, times.arrival_s, times.finish_s)
 
 
 @dataclass(frozen=True)
@@ -125,24 +129,26 @@ class OneByOne:
 def warm_up(pipe: ContinuousBatchingPipeline, stock: QwenImagePipeline) -> None:
     """Both draw one small picture, so that neither pays a first call's costs on the clock."""
     for either in (pipe, stock):
-        either(**{**CALLERS[0].call_arguments(), "num_inference_steps": 2})
+        either("a pink ring on a gray background", negative_prompt=" ", height=128, width=128, num_inference_steps=2)
 
 
-def draw_together(pipe: ContinuousBatchingPipeline) -> Together:
+def draw_together(pipe: ContinuousBatchingPipeline, engine: DiffusionEngine) -> Together:
     """Every caller in its own thread, each at its own time."""
-    start = time.monotonic()
+    print(f"{len(CALLERS)} callers, each in its own thread; pictures as they arrive:")
+    start = engine.clock()
     with ThreadPoolExecutor(len(CALLERS), thread_name_prefix="caller") as threads:
         outputs = list(threads.map(lambda caller: _call(pipe, caller, start), CALLERS))
-    return Together(outputs, pipe.init_continuous_batching().stats().recent_steps, time.monotonic() - start)
+    wall_s = engine.clock() - start
+    return Together(outputs, [step for step in engine.stats().recent_steps if step.start_s >= start], wall_s)
 
 
 def _call(pipe: ContinuousBatchingPipeline, caller: Caller, start: float) -> RequestOutput:
     time.sleep(max(0.0, start + caller.delay_s - time.monotonic()))
     for output in pipe.stream(**caller.call_arguments()):
+        if output.error is not None:
+            raise output.error
         if output.finished:
-            print(f"  {time.monotonic() - start:5.2f} s  {caller.settings:<28} {caller.prompt}")
-            if output.error is not None:
-                raise output.error
+            print(f"  {time.monotonic() - start:5.2f} s  {caller.settings:<26} {caller.prompt}")
             return output
     raise RuntimeError("the stream ended without a result")
 

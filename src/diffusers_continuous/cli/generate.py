@@ -132,7 +132,7 @@ class Job:
     paths: list[Path]
     model: str
 
-    def metadata(self, index: int, seed: int, size: tuple[int, int]) -> dict[str, str]:
+    def metadata(self, index: int, seed: int | None, size: tuple[int, int]) -> dict[str, str]:
         """The texts of picture `index`; the size is the picture's, the seed is the one it was drawn with."""
         settings = self.row.settings() | {"model": self.model, "size": "{}x{}".format(*size)}
         return {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -17,22 +17,22 @@ EMBEDDED_MODEL = "the embedded model"
 
 
 def load_pipeline(model: str | None) -> ContinuousBatchingPipeline:
-    """The pipeline of a folder or hub repository, or of the embedded model; bfloat16 on an accelerator, else float32.
+    """The pipeline of a folder or hub repository, or of the embedded model, without bars of its own.
+
+    It is in bfloat16 on an accelerator and in float32 on a CPU.
 
     Raises `OSError` or `ValueError` when there is no such model.
     """
     from diffusers_continuous import ContinuousBatchingPipeline
 
-    return _load(ContinuousBatchingPipeline, model)
+    return cast("ContinuousBatchingPipeline", _load(ContinuousBatchingPipeline, model))
 
 
 def load_stock_pipeline(model: str | None) -> QwenImagePipeline:
-    """Diffusers' own pipeline of the same model, with its own copy of the weights and without its bar."""
+    """Diffusers' own pipeline of the same model, with its own copy of the weights."""
     from diffusers import QwenImagePipeline
 
-    pipe = _load(QwenImagePipeline, model)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+    return cast("QwenImagePipeline", _load(QwenImagePipeline, model))
 
 
 def _load(pipeline_class: Any, model: str | None) -> Any:
@@ -44,7 +44,9 @@ def _load(pipeline_class: Any, model: str | None) -> Any:
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     source = str(embedded_model_path()) if model is None else model
     with _no_loading_bars():
-        return pipeline_class.from_pretrained(source, dtype=dtype).to(device)
+        pipe = pipeline_class.from_pretrained(source, dtype=dtype).to(device)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
 
 
 def best_device() -> torch.device:
