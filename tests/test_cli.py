@@ -233,6 +233,15 @@ def test_one_failing_request_does_not_stop_the_others(tmp_path, capsys, monkeypa
     assert {read_metadata(path)["prompt"] for path in pictures(tmp_path)} == {STAR, "a blue ring"}
 
 
+def test_a_refused_request_does_not_stop_the_others(tmp_path, capsys):
+    last_seed = 2**63 - 1  # the engine needs room above the seed for the pictures that follow
+    file = write_rows(tmp_path / "rows.jsonl", {"prompt": CIRCLE, "seed": last_seed}, {"prompt": STAR})
+    assert generate("--prompts-file", file, *FAST, "--output", tmp_path / "out") == 1
+    message = capsys.readouterr().err
+    assert f"failed: rows.jsonl line 1 ({CIRCLE}): RequestError: seed={last_seed}" in message
+    assert [read_metadata(path)["prompt"] for path in pictures(tmp_path / "out")] == [STAR]
+
+
 def test_a_write_that_fails_leaves_no_file(tmp_path, monkeypatch):
     from diffusers_continuous.cli.pictures import save_picture
 
