@@ -193,11 +193,11 @@ def test_resume_draws_only_what_is_missing(tmp_path, capsys):
     assert "3 of 3 requests are in" in capsys.readouterr().err
     assert {path: path.stat().st_mtime_ns for path in pictures(out)} == before
 
-    files[3].unlink()  # one of two pictures of the second request: the request is drawn again, under its own names
+    files[5].unlink()  # one of two pictures of the repeated prompt: that request is drawn again, under its own names
     assert generate(*call) == 0
     assert "2 of 3 requests are in" in capsys.readouterr().err
     redrawn = {path for path in pictures(out) if path.stat().st_mtime_ns != before[path]}
-    assert redrawn == set(files[2:4])
+    assert redrawn == set(files[4:6])
     assert pictures(out) == files
 
 
