@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     )
     from .metrics import EngineStats, StepRecord
     from .pipeline import ContinuousBatchingMixin, ContinuousBatchingPipeline
-    from .request import RequestMetrics, RequestOutput, RequestStatus, SamplingParams
-    from .scheduler import SchedulerOutput, StepScheduler
+    from .request import RequestMetrics, RequestOutput, RequestStatus, SamplingParams, SchedulerOutput
+    from .scheduler import StepScheduler
 
 __version__ = "0.1.0"
 
@@ -42,7 +42,7 @@ _MODULE_OF_NAME = {
     "RequestOutput": "request",
     "RequestStatus": "request",
     "SamplingParams": "request",
-    "SchedulerOutput": "scheduler",
+    "SchedulerOutput": "request",
     "StepFailedError": "errors",
     "StepRecord": "metrics",
     "StepScheduler": "scheduler",

@@ -34,7 +34,7 @@ class Branch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Guidance:
-    """The image tokens of all guided rows in turn: (tokens,) of either branch, and their scales (tokens, 1)."""
+    """The image tokens of all guided rows in turn: (tokens,) of either branch, and float32 scales (tokens, 1)."""
 
     cond_index: torch.Tensor
     negative_index: torch.Tensor
@@ -123,8 +123,7 @@ def _guidance(rows: Sequence[Row], tokens: dict[tuple[int, bool], slice], device
     cond, negative = (np.concatenate([np.r_[tokens[r, is_negative]] for r in guided]) for is_negative in (False, True))
     scales = np.array([rows[r].request.params.true_cfg_scale for r in guided], dtype=np.float32)
     per_token = torch.from_numpy(np.repeat(scales, [rows[r].num_image_tokens for r in guided]))
-    scale = per_token.to(device, rows[0].latents.dtype)[:, None]
-    return Guidance(_to(cond, device), _to(negative, device), scale)
+    return Guidance(_to(cond, device), _to(negative, device), per_token.to(device)[:, None])
 
 
 def _sorted_branches(rows: Sequence[Row]) -> tuple[Branch, ...]:

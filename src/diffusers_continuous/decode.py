@@ -6,7 +6,6 @@ temporal tap is the same sum. `FrameDecoder` is that form; it steps aside where 
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import numpy as np
@@ -23,11 +22,11 @@ from diffusers.models.autoencoders.autoencoder_kl_qwenimage import (
 from PIL import Image
 from torch import nn
 
+from .hooks import is_bare
+
 # Pixels decoded together: enough to fill a device with small pictures, and no more than one 1024 x 1024 picture, so
 # that many requests finishing at once do not multiply the decode's peak memory.
 MAX_DECODE_PIXELS = 2**20
-
-_decoders: weakref.WeakKeyDictionary[AutoencoderKLQwenImage, FrameDecoder] = weakref.WeakKeyDictionary()
 
 
 def decode_latents(pipe: Any, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
@@ -44,9 +43,7 @@ def decode_latents(pipe: Any, latents: torch.Tensor, height: int, width: int) ->
 def _decode(vae: AutoencoderKLQwenImage, z: torch.Tensor) -> torch.Tensor:
     if not _is_plain(vae, z):
         return vae.decode(z, return_dict=False)[0][:, :, 0]
-    if vae not in _decoders:
-        _decoders[vae] = FrameDecoder()
-    return _decoders[vae](vae, z[:, :, 0])
+    return FrameDecoder()(vae, z[:, :, 0])
 
 
 def _is_plain(vae: AutoencoderKLQwenImage, z: torch.Tensor) -> bool:
@@ -55,11 +52,7 @@ def _is_plain(vae: AutoencoderKLQwenImage, z: torch.Tensor) -> bool:
         return False
     known = (QwenImageCausalConv3d, QwenImageRMS_norm, nn.Conv2d)
     for module in (vae, vae.post_quant_conv, *vae.decoder.modules()):
-        if "forward" in module.__dict__ or "_hf_hook" in module.__dict__ or "_diffusers_hook" in module.__dict__:
-            return False
-        if module._forward_hooks or module._forward_pre_hooks:
-            return False
-        if module._parameters and type(module) not in known:
+        if not is_bare(module) or (module._parameters and type(module) not in known):
             return False
         weight = module._parameters.get("weight")
         if weight is not None and (weight.dtype != z.dtype or weight.device != z.device):
@@ -68,10 +61,7 @@ def _is_plain(vae: AutoencoderKLQwenImage, z: torch.Tensor) -> bool:
 
 
 class FrameDecoder:
-    """The stock decoder's sums for one frame, in 2-D. Keeps the last temporal taps, made anew when a weight changes."""
-
-    def __init__(self) -> None:
-        self._taps: dict[nn.Module, tuple[tuple[int, int], torch.Tensor]] = {}
+    """The stock decoder's sums for one frame, in 2-D. Keeps nothing: copies of the last taps were not faster."""
 
     def __call__(self, vae: AutoencoderKLQwenImage, z: torch.Tensor) -> torch.Tensor:
         """(rows, z_dim, h, w) latents, de-normalised -> (rows, 3, 8h, 8w) in -1..1."""
@@ -89,14 +79,8 @@ class FrameDecoder:
         return torch.clamp(x, min=-1.0, max=1.0)
 
     def _conv(self, conv: QwenImageCausalConv3d, x: torch.Tensor) -> torch.Tensor:
-        weight = conv.weight
-        version = (weight.data_ptr(), weight._version)
-        kept = self._taps.get(conv)
-        if kept is None or kept[0] != version:
-            kept = (version, weight.detach()[:, :, -1].contiguous())
-            self._taps[conv] = kept
         left, _, top, *_ = conv._padding
-        return F.conv2d(x, kept[1], conv.bias, stride=conv.stride[1:], padding=(top, left))
+        return F.conv2d(x, conv.weight[:, :, -1], conv.bias, stride=conv.stride[1:], padding=(top, left))
 
     def _residual(self, block: QwenImageResidualBlock, x: torch.Tensor) -> torch.Tensor:
         shortcut = x if isinstance(block.conv_shortcut, nn.Identity) else self._conv(block.conv_shortcut, x)
@@ -126,6 +110,11 @@ class LatentPreview:
 
     def __init__(self) -> None:
         self._factors: torch.Tensor | None = None
+
+    @property
+    def is_fitted(self) -> bool:
+        """True once `render` needs the VAE no more."""
+        return self._factors is not None
 
     def render(self, pipe: Any, latents: torch.Tensor, height: int, width: int) -> Image.Image:
         """(image tokens, channels) packed latents -> a picture of height / 8 x width / 8 pixels."""

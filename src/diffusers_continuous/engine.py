@@ -21,9 +21,9 @@ from .errors import (
 )
 from .futures import RequestFuture
 from .metrics import EngineStats, StatsRecorder
-from .request import CallbackCall, RequestOutput, RequestState, RequestStatus
+from .request import CallbackCall, RequestOutput, RequestState, RequestStatus, SchedulerOutput
 from .runner import DiffusionModelRunner
-from .scheduler import SchedulerOutput, StepScheduler
+from .scheduler import StepScheduler
 
 logger = logging.getLogger(__name__)
 

@@ -344,10 +344,14 @@ class ContinuousBatchingMixin:
         )
         steps = arguments.params.num_inference_steps
         sigmas = np.linspace(1.0, 1 / steps, steps) if arguments.sigmas is None else arguments.sigmas
+        name = type(noise_scheduler).__name__
         try:
-            retrieve_timesteps(noise_scheduler, steps, self._execution_device, sigmas=sigmas, mu=mu)
+            with np.errstate(all="ignore"):  # what is not finite is refused below
+                retrieve_timesteps(noise_scheduler, steps, self._execution_device, sigmas=sigmas, mu=mu)
         except Exception as error:
-            raise RequestError(f"{type(noise_scheduler).__name__} does not accept these sigmas: {error}") from error
+            raise RequestError(f"{name} does not accept these sigmas: {error}") from error
+        if not bool(torch.isfinite(noise_scheduler.timesteps).all()):
+            raise RequestError(f"{name} makes no finite schedule of num_inference_steps={steps}; use at least 2 steps")
         noise_scheduler.set_begin_index(0)
         if arguments.callback is not None:
             return [noise_scheduler] * arguments.num_rows

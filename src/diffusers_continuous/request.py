@@ -219,6 +219,25 @@ class RequestState:
         return all(row.stage is Stage.DONE for row in self.rows)
 
 
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """The scheduler's decision: the rows of the next step, by what they need. A newcomer is encoded, then denoised."""
+
+    encode: tuple[Row, ...] = ()
+    decode: tuple[Row, ...] = ()
+    denoise: tuple[Row, ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        """True when there is nothing to do."""
+        return not (self.encode or self.decode or self.denoise)
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """Every row of the step, each once."""
+        return tuple(dict.fromkeys((*self.encode, *self.decode, *self.denoise)))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class CallbackCall:
     """One due `callback_on_step_end`: to be run in the caller's thread, its answer given to `reply`."""

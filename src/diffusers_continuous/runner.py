@@ -18,8 +18,7 @@ from .batch import Composition, InputBatch
 from .errors import EngineStoppedError, StepFailedError
 from .metrics import StatsRecorder
 from .models.interface import StepModel
-from .request import RequestState, Row, Stage
-from .scheduler import SchedulerOutput
+from .request import RequestState, Row, SchedulerOutput, Stage
 
 Errors = dict[Row, BaseException]
 T = TypeVar("T")
@@ -50,7 +49,7 @@ class DiffusionModelRunner:
         self._device = device
         self._stats = stats
         self._clock = clock
-        self._composition: Composition | None = None
+        self._compositions: dict[float, Composition] = {}  # by LoRA scale: such rows share a forward
 
     # ------------------------------------------------------------------ what the engine asks
 
@@ -67,9 +66,11 @@ class DiffusionModelRunner:
                 self._timed(Stage.ENCODE, output.encode, self._model.prepare_encode, errors)
             for rows in _grouped(output.decode, lambda row: (row.request.params.height, row.request.params.width)):
                 self._timed(Stage.DECODE, rows, self._decode, errors)
-            denoise = [row for row in output.denoise if row not in errors]
-            for rows in _grouped(denoise, lambda row: row.request.params.lora_scale):
+            denoise = _grouped((row for row in output.denoise if row not in errors), _lora_scale)
+            for rows in denoise:
                 self._denoise(rows, errors)
+            for scale in self._compositions.keys() - {_lora_scale(rows[0]) for rows in denoise}:
+                del self._compositions[scale]
         return errors
 
     def make_output(self, state: RequestState) -> Any:
@@ -92,20 +93,21 @@ class DiffusionModelRunner:
 
     def release(self) -> None:
         """Nothing to do for now: forget the last batch and let offloaded components leave the device."""
-        self._composition = None
+        self._compositions.clear()
         with self.lock, contextlib.suppress(EngineStoppedError):
             if self._model.is_phased:
                 self._model.use_component(None)
 
     def reset(self) -> None:
         """Components may have changed: forget everything worked out from them."""
-        self._composition = None
+        self._compositions.clear()
         with self.lock, torch.no_grad():
             self._model.reset()
+            self._device = self._model.device
 
     def close(self) -> None:
         """Leave the model as it was found."""
-        self._composition = None
+        self._compositions.clear()
         self._model.close()
 
     # ------------------------------------------------------------------ one step
@@ -145,8 +147,9 @@ class DiffusionModelRunner:
 
     def _forward(self, rows: Sequence[Row]) -> list[torch.Tensor]:
         start = self._clock()
-        batch = InputBatch.make(rows, self._model, self._composition)
-        self._composition = batch.composition
+        scale = _lora_scale(rows[0])
+        batch = InputBatch.make(rows, self._model, self._compositions.get(scale))
+        self._compositions[scale] = batch.composition
         self._stats.add("make_batch", 1e3 * (self._clock() - start))
         return self._model.denoise_step(batch)
 
@@ -168,7 +171,7 @@ class DiffusionModelRunner:
         except EngineStoppedError:
             raise
         except Exception as error:
-            self._composition = None
+            self._compositions.clear()
             if len(rows) == 1:
                 errors[rows[0]] = _failure(rows[0], stage, str(error) or type(error).__name__, error)
                 return
@@ -205,6 +208,10 @@ def _grouped(rows: Iterable[Row], key: Callable[[Row], Hashable]) -> list[list[R
     for row in rows:
         groups.setdefault(key(row), []).append(row)
     return list(groups.values())
+
+
+def _lora_scale(row: Row) -> float:
+    return row.request.params.lora_scale
 
 
 def _non_finite(rows: Sequence[Row], predictions: dict[Row, torch.Tensor]) -> list[Row]:

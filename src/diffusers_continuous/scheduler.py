@@ -12,30 +12,11 @@ from dataclasses import dataclass, field
 from .config import ContinuousBatchingConfig
 from .errors import QueueFullError
 from .policy import POLICIES, Policy
-from .request import RequestState, RequestStatus, Row, Stage
+from .request import RequestState, RequestStatus, Row, SchedulerOutput, Stage
 
 # How many later rows may pass a row that does not fit yet. Passing keeps the device busy; the bound keeps the large
 # row from starving.
 MAX_BYPASSED = 16
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerOutput:
-    """The rows of the next step, by what they need. `num_tokens` counts the denoising rows, after encoding."""
-
-    encode: tuple[Row, ...] = ()
-    decode: tuple[Row, ...] = ()
-    denoise: tuple[Row, ...] = ()
-
-    @property
-    def is_empty(self) -> bool:
-        """True when there is nothing to do."""
-        return not (self.encode or self.decode or self.denoise)
-
-    @property
-    def rows(self) -> tuple[Row, ...]:
-        """Every row of the step, each once."""
-        return tuple(dict.fromkeys((*self.encode, *self.decode, *self.denoise)))
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ A packed batch keeps the image tokens of all branches in one sequence and their 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -61,6 +61,7 @@ class PackedLayout:
         joint_index: (tokens,) joint order as indices into [all text tokens, all image tokens].
         text_index, image_index: Where the text and image tokens lie in the joint order.
         rotary: (tokens, head_dim / 2) complex64 in joint order.
+        kept: What the model works out once for this batch; ends with it.
     """
 
     image: TokenStream
@@ -70,10 +71,16 @@ class PackedLayout:
     text_index: torch.Tensor
     image_index: torch.Tensor
     rotary: torch.Tensor
+    kept: dict[Any, Any] = field(default_factory=dict)
 
 
 class StepModel(Protocol):
     """A diffusion model taken apart into steps. All methods run on the runner's thread under `no_grad`."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where rows live and forwards run."""
+        ...
 
     @property
     def is_phased(self) -> bool:

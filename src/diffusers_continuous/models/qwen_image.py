@@ -9,19 +9,28 @@ import inspect
 import logging
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
 
 from ..attention import AttentionBackend
-from ..batch import InputBatch
 from ..decode import LatentPreview, decode_latents
 from ..errors import EngineStoppedError, UnsupportedModelError
+from ..hooks import model_offload_hook
 from ..request import RequestState, Row, Stage, TextEmbeds
-from .qwen_image_transformer import Packed, install_packed_forward, uninstall_packed_forward
+from .qwen_image_transformer import (
+    Packed,
+    can_merge,
+    check_rows_stay_apart,
+    install_packed_forward,
+    uninstall_packed_forward,
+)
+
+if TYPE_CHECKING:
+    from ..batch import InputBatch
 
 logger = logging.getLogger(__name__)
 
@@ -63,25 +72,29 @@ class QwenImageStepModel:
         self._prompt_cache_size = prompt_cache_size
         self._rotary: OrderedDict[tuple[Any, ...], torch.Tensor] = OrderedDict()
         self._preview = LatentPreview()
-        install_packed_forward(pipe.transformer)
+        install_packed_forward(pipe.transformer, self)
 
     def reset(self) -> None:
         """Forget what was worked out from components that may have changed."""
-        self._prompts.clear()
-        self._rotary.clear()
-        self._preview = LatentPreview()
+        self._forget()
         transformer = self._pipe.transformer
         check_transformer(transformer)
         if transformer is not self._transformer_ref():
             self.close()
             self._transformer_ref = weakref.ref(transformer)
-        install_packed_forward(transformer)
+        install_packed_forward(transformer, self)
 
     def close(self) -> None:
-        """Leave the pipeline's modules as they were found."""
+        """Leave the pipeline's modules as they were found and keep nothing."""
+        self._forget()
         transformer = self._transformer_ref()
         if transformer is not None:
-            uninstall_packed_forward(transformer)
+            uninstall_packed_forward(transformer, self)
+
+    def _forget(self) -> None:
+        self._prompts.clear()
+        self._rotary.clear()
+        self._preview = LatentPreview()
 
     @property
     def _pipe(self) -> QwenImagePipeline:
@@ -91,19 +104,32 @@ class QwenImageStepModel:
             raise EngineStoppedError("the pipeline of this engine is gone")
         return pipe
 
-    # ------------------------------------------------------------------ model offload
+    # ------------------------------------------------------------------ where things are
+
+    @property
+    def device(self) -> torch.device:
+        """Where rows live and forwards run."""
+        return torch.device(self._pipe._execution_device)
 
     @property
     def is_phased(self) -> bool:
-        """True after `enable_model_cpu_offload`: one big component on the device at a time."""
-        return bool(getattr(self._pipe, "_all_hooks", None))
+        """True after `enable_model_cpu_offload`, on whichever pipeline: one big component on the device at a time."""
+        return any(True for _ in self._offloaded())
 
     def use_component(self, stage: Stage | None) -> None:
-        """Move every hooked component off the device, except the one that `stage` needs."""
-        keep = getattr(self._pipe, COMPONENT_OF_STAGE[stage]) if stage in COMPONENT_OF_STAGE else None
-        for hook in getattr(self._pipe, "_all_hooks", ()):
-            if hook.model is not keep:
-                hook.offload()
+        """Move every offloaded component off the device, except the one that `stage` needs."""
+        for needed_by, component, hook in self._offloaded():
+            is_away = next(component.parameters()).device.type != torch.device(hook.execution_device).type
+            if needed_by is not stage and not is_away:
+                hook.init_hook(component)
+
+    def _offloaded(self) -> Iterator[tuple[Stage, torch.nn.Module, Any]]:
+        """The components that `enable_model_cpu_offload` moves, with the stage that needs each and its hook."""
+        for stage, name in COMPONENT_OF_STAGE.items():
+            component = getattr(self._pipe, name)
+            hook = None if component is None else model_offload_hook(component)
+            if hook is not None:
+                yield stage, component, hook
 
     # ------------------------------------------------------------------ encode
 
@@ -124,8 +150,21 @@ class QwenImageStepModel:
                 row.text = self._lookup(row.prompt, length, fresh)
             if row.negative_text is None and row.num_branches == 2:
                 row.negative_text = self._lookup(row.negative_prompt, length, fresh)
+            self._follow(row)
         for key, text in fresh.items():
             self._remember(key, text)
+
+    def _follow(self, row: Row) -> None:
+        """Bring a row along that waited while the pipeline was moved to another device or cast to another dtype."""
+        device, dtype = self.device, self._pipe.transformer.dtype
+        if row.latents.device == device and row.latents.dtype == dtype:
+            return
+        row.latents = row.latents.to(device, dtype)
+        row.noise_scheduler.timesteps = row.noise_scheduler.timesteps.to(device)
+        for name in ("text", "negative_text"):
+            text = getattr(row, name)
+            if text is not None:
+                setattr(row, name, replace(text, embeds=text.embeds.to(device, dtype)))
 
     def _encode(self, prompts: list[str], max_sequence_length: int) -> list[TextEmbeds]:
         embeds, mask = self._pipe.encode_prompt(prompt=prompts, max_sequence_length=max_sequence_length)
@@ -170,13 +209,15 @@ class QwenImageStepModel:
 
     def denoise_step(self, batch: InputBatch) -> list[torch.Tensor]:
         """Guided noise prediction of each row: (image tokens, channels)."""
+        transformer = self._pipe.transformer
+        check_rows_stay_apart(transformer)
         scale = batch.rows[0].request.params.lora_scale
-        noise_pred = self._pipe.transformer(
+        noise_pred = transformer(
             hidden_states=batch.latents,
             encoder_hidden_states=batch.composition.prompt_embeds,
             timestep=batch.timesteps / 1000,
             attention_kwargs={"scale": scale} if scale != 1.0 else None,
-            packed=Packed(batch.layout, self._attention),
+            packed=Packed(batch.layout, self._attention, can_merge(transformer)),
         )
         return batch.scatter(_guide(noise_pred, batch))
 
@@ -216,6 +257,8 @@ class QwenImageStepModel:
 
     def preview(self, moment: Moment) -> Any:
         """The picture that the last prediction points at, `x0 = x - sigma * v`; one pixel per 8 x 8 of the real one."""
+        if not self._preview.is_fitted:
+            self.use_component(Stage.DECODE)
         latents = moment.latents
         if moment.noise_pred is not None and moment.sigmas is not None:
             latents = latents - moment.sigmas[moment.step].to(latents.device) * moment.noise_pred
@@ -269,7 +312,8 @@ def _guide(noise_pred: torch.Tensor, batch: InputBatch) -> torch.Tensor:
         return noise_pred
     cond = noise_pred.index_select(0, guidance.cond_index)
     negative = noise_pred.index_select(0, guidance.negative_index)
-    combined = negative + guidance.scale * (cond - negative)
+    # The scale is float32, so the product rounds once, like the stock pipeline's product with a Python number.
+    combined = negative + (guidance.scale * (cond - negative)).to(cond.dtype)
     cond_norm = torch.norm(cond, dim=-1, keepdim=True)
     combined_norm = torch.norm(combined, dim=-1, keepdim=True)
     return noise_pred.index_copy(0, guidance.cond_index, combined * (cond_norm / combined_norm))

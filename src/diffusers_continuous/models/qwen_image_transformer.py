@@ -4,15 +4,18 @@ Everything in a block except attention works per token, so a packed forward only
 belongs to which token and keep attention inside a row. Knows nothing of requests and steps.
 
 Offloading, quantisation, LoRA and compilation hang on `module(...)` calls. So the stock modules stay what they are and
-are called as modules; three of them (transformer, block, attention) get an instance-level innermost `forward` that
-takes the packed path when it is given a `packed` layout and is the stock forward otherwise. It goes under whatever
-hooks are there already, and hooks that come later wrap it. Where nothing hangs on a block's modules, q, k and v come
-from one merged product, and the attention module's own call, which only inspects signatures, is skipped.
+are called as modules; four of them (transformer, block, attention, last norm) get an instance-level innermost
+`forward` that takes the packed path when it is given a `packed` layout and is the stock forward otherwise. It goes
+under whatever hooks are there already, and hooks that come later wrap it. Where nothing hangs on a block's modules,
+q, k and v come from one merged product, and the attention module's own call, which only inspects signatures, is
+skipped.
 """
 
 from __future__ import annotations
 
-import types
+import contextlib
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +23,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from diffusers.models.attention_processor import Attention
+from diffusers.models.normalization import AdaLayerNormContinuous
 from diffusers.models.transformers.transformer_qwenimage import (
     QwenDoubleStreamAttnProcessor2_0,
     QwenImageTransformer2DModel,
@@ -30,6 +34,7 @@ from torch import nn
 
 from ..attention import AttentionBackend
 from ..errors import UnsupportedModelError
+from ..hooks import has_stateful_hooks, is_bare, restore_forward, set_innermost_forward
 from .interface import PackedLayout, TokenStream
 
 # Up to this many runs of equal-length rows are modulated one by one by broadcasting; with more, one gather per token
@@ -46,36 +51,38 @@ class Packed:
 
     layout: PackedLayout
     attention: AttentionBackend
+    can_merge: bool = False
 
 
 # ---------------------------------------------------------------------- installing
 
 
-def install_packed_forward(transformer: QwenImageTransformer2DModel) -> None:
-    """Put our forwards innermost in `transformer`, its blocks and their attention; once is enough, twice does no harm.
+_installing = threading.Lock()
+_users: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
+
+
+def install_packed_forward(transformer: QwenImageTransformer2DModel, user: object) -> None:
+    """Put our forwards innermost in `transformer` and what it consists of; they stay until the last user leaves.
 
     Raises:
-        UnsupportedModelError: when something else has replaced a forward or an attention processor.
+        UnsupportedModelError: when something else has replaced a forward, or would mix rows up.
     """
-    for block in transformer.transformer_blocks:
-        if type(block.attn.processor) is not QwenDoubleStreamAttnProcessor2_0:
-            raise UnsupportedModelError(
-                f"the attention processor {type(block.attn.processor).__name__} does not know packed rows; "
-                "remove it with transformer.set_attn_processor(QwenDoubleStreamAttnProcessor2_0())"
-            )
-    for module, forward in _targets(transformer):
-        _set_innermost_forward(module, forward)
+    check_rows_stay_apart(transformer)
+    with _installing:
+        for module, forward in _targets(transformer):
+            set_innermost_forward(module, forward)
+        _users.setdefault(transformer, weakref.WeakSet()).add(user)
 
 
-def uninstall_packed_forward(transformer: QwenImageTransformer2DModel) -> None:
-    """Give every module its stock forward back, under whatever hooks are there."""
-    for module, forward in _targets(transformer):
-        for holder, slot in _forward_slots(module):
-            if getattr(_get(holder, slot), "__func__", None) is forward:
-                if holder is module.__dict__ and slot == "forward":
-                    del module.__dict__["forward"]
-                else:
-                    _set(holder, slot, types.MethodType(type(module).forward, module))
+def uninstall_packed_forward(transformer: QwenImageTransformer2DModel, user: object) -> None:
+    """Give every module its stock forward back, under whatever hooks are there, unless others use ours."""
+    with _installing:
+        users = _users.get(transformer, weakref.WeakSet())
+        users.discard(user)
+        if users:
+            return
+        for module, forward in _targets(transformer):
+            restore_forward(module, forward)
 
 
 def _targets(transformer: QwenImageTransformer2DModel) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
@@ -83,47 +90,34 @@ def _targets(transformer: QwenImageTransformer2DModel) -> Iterator[tuple[nn.Modu
     for block in transformer.transformer_blocks:
         yield block, _block_forward
         yield block.attn, _attention_forward
+    yield transformer.norm_out, _norm_out_forward
 
 
-def _set_innermost_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
-    """Replace the stock bound `forward` of `module` wherever hooks have put it."""
-    slots = list(_forward_slots(module))
-    found = [getattr(_get(holder, slot), "__func__", None) for holder, slot in slots]
-    if forward in found:
-        return
-    stock = type(module).forward
-    for (holder, slot), function in zip(slots, found, strict=True):
-        if function is stock:
-            _set(holder, slot, types.MethodType(forward, module))
-            return
-    if slots:
-        raise UnsupportedModelError(
-            f"{type(module).__name__}.forward was replaced by something else; continuous batching needs the stock one"
-        )
-    module.__dict__["forward"] = types.MethodType(forward, module)
+def check_rows_stay_apart(transformer: QwenImageTransformer2DModel) -> None:
+    """Refuse what was attached to the transformer and would mix rows up or be passed over; cheap enough for each step.
+
+    Raises:
+        UnsupportedModelError: names what is in the way and how to remove it.
+    """
+    for block in transformer.transformer_blocks:
+        processor = type(block.attn.processor)
+        if processor is not QwenDoubleStreamAttnProcessor2_0:
+            raise UnsupportedModelError(
+                f"the attention processor {processor.__name__} does not know packed rows; "
+                "remove it with pipe.transformer.set_attn_processor(QwenDoubleStreamAttnProcessor2_0())"
+            )
+        if has_stateful_hooks(block) or has_stateful_hooks(block.attn):
+            raise UnsupportedModelError(
+                "the transformer's cache hooks keep one state for all requests and would mix them up; "
+                "call pipe.transformer.disable_cache() first"
+            )
 
 
-def _forward_slots(module: nn.Module) -> Iterator[tuple[Any, str]]:
-    """Every place where a hook library keeps a forward of `module`: accelerate's, then diffusers'."""
-    for name in ("forward", "_old_forward"):
-        if name in module.__dict__:
-            yield module.__dict__, name
-    registry = module.__dict__.get("_diffusers_hook")
-    for reference in registry._fn_refs if registry is not None else ():
-        for name in ("original_forward", "forward"):
-            if getattr(reference, name) is not None:
-                yield reference, name
-
-
-def _get(holder: Any, slot: str) -> Any:
-    return holder[slot] if isinstance(holder, dict) else getattr(holder, slot)
-
-
-def _set(holder: Any, slot: str, value: Any) -> None:
-    if isinstance(holder, dict):
-        holder[slot] = value
-    else:
-        setattr(holder, slot, value)
+def can_merge(transformer: QwenImageTransformer2DModel) -> bool:
+    """True when nothing moves or changes the weights while the transformer runs, so that copies of them stay right."""
+    return is_bare(transformer, _transformer_forward) and all(
+        is_bare(block, _block_forward) for block in transformer.transformer_blocks
+    )
 
 
 # ---------------------------------------------------------------------- the forwards
@@ -134,7 +128,22 @@ def _transformer_forward(
 ) -> Any:
     if packed is None:
         return type(self).forward(self, *args, **kwargs)
-    return _packed_transformer(self, packed=packed, **kwargs)
+    with _scaling_kept(self, kwargs.get("attention_kwargs")):
+        return _packed_transformer(self, packed=packed, **kwargs)
+
+
+@contextlib.contextmanager
+def _scaling_kept(transformer: nn.Module, attention_kwargs: dict[str, Any] | None) -> Iterator[None]:
+    """Leave the LoRA layers' scales exactly as they were found: after a scale of 0 the decorator sets them to 1."""
+    found = []
+    if attention_kwargs:
+        layers = (getattr(module, "scaling", None) for module in transformer.modules())
+        found = [(scaling, dict(scaling)) for scaling in layers if isinstance(scaling, dict)]
+    try:
+        yield
+    finally:
+        for scaling, before in found:
+            scaling.update(before)
 
 
 @apply_lora_scale("attention_kwargs")  # scales the LoRA layers for the whole forward, as the stock forward does
@@ -149,12 +158,18 @@ def _packed_transformer(
     """(image tokens, channels), (text tokens, joint dim), (rows,) -> predicted noise (image tokens, channels)."""
     image = self.img_in(hidden_states)  # (image tokens, dim)
     text = self.txt_in(self.txt_norm(encoder_hidden_states))  # (text tokens, dim)
-    temb = self.time_text_embed(timestep.to(image.dtype), image)  # (rows, dim)
+    temb = _embed_time(self.time_text_embed, timestep.to(image.dtype), image)  # (rows, dim)
     for block in self.transformer_blocks:
         text, image = block(hidden_states=image, encoder_hidden_states=text, temb=temb, packed=packed)
-    scale, shift = self.norm_out.linear(self.norm_out.silu(temb).to(image.dtype)).chunk(2, dim=-1)
-    image = _modulate(self.norm_out.norm(image), shift, scale, packed.layout.image)
-    return self.proj_out(image)
+    return self.proj_out(self.norm_out(image, temb, packed=packed))
+
+
+def _norm_out_forward(self: AdaLayerNormContinuous, *args: Any, packed: Packed | None = None, **kwargs: Any) -> Any:
+    if packed is None:
+        return type(self).forward(self, *args, **kwargs)
+    image, temb = args
+    scale, shift = _one_by_one(self.linear, self.silu(temb).to(image.dtype)).chunk(2, dim=-1)
+    return _modulate(self.norm(image), shift, scale, packed.layout.image)
 
 
 def _block_forward(self: QwenImageTransformerBlock, *args: Any, packed: Packed | None = None, **kwargs: Any) -> Any:
@@ -173,8 +188,8 @@ def _packed_block(
     """The stock block, modulation once per request row: (text, image) tokens -> (text, image) tokens."""
     layout = packed.layout
     # Six (rows, dim) each: shift, scale and gate of attention, then of the MLP.
-    image_mod = self.img_mod(temb).chunk(6, dim=-1)
-    text_mod = self.txt_mod(temb).chunk(6, dim=-1)
+    image_mod = _conditioning(self.img_mod, temb).chunk(6, dim=-1)
+    text_mod = _conditioning(self.txt_mod, temb).chunk(6, dim=-1)
 
     image_in = _modulate(self.img_norm1(hidden_states), image_mod[0], image_mod[1], layout.image)
     text_in = _modulate(self.txt_norm1(encoder_hidden_states), text_mod[0], text_mod[1], layout.text)
@@ -203,8 +218,9 @@ def _packed_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Joint attention inside each row: (image tokens, dim), (text tokens, dim) -> the same two."""
     layout = packed.layout
-    image_qkv = _project(attn, ("to_q", "to_k", "to_v"), image, is_plain)
-    text_qkv = _project(attn, ("add_q_proj", "add_k_proj", "add_v_proj"), text, is_plain)
+    can_merge = is_plain and packed.can_merge
+    image_qkv = _project(attn, ("to_q", "to_k", "to_v"), image, layout, can_merge)
+    text_qkv = _project(attn, ("add_q_proj", "add_k_proj", "add_v_proj"), text, layout, can_merge)
     norms = ((attn.norm_added_q, attn.norm_q), (attn.norm_added_k, attn.norm_k))
     q, k = (
         torch.cat([_rms_norm(norm_t, t, is_plain), _rms_norm(norm_i, i, is_plain)])
@@ -220,77 +236,100 @@ def _packed_attention(
 # ---------------------------------------------------------------------- pieces
 
 
+def _embed_time(module: Any, timestep: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
+    """The stock time embedding, (rows,) -> (rows, dim)."""
+    embedder = module.timestep_embedder
+    if not (is_bare(module) and is_bare(embedder)) or embedder.cond_proj is not None or embedder.post_act is not None:
+        return module(timestep, image)
+    hidden = _one_by_one(embedder.linear_1, module.time_proj(timestep).to(image.dtype))
+    return _one_by_one(embedder.linear_2, embedder.act(hidden))
+
+
+def _conditioning(module: Any, temb: torch.Tensor) -> torch.Tensor:
+    """The stock modulation table, `Linear(SiLU(temb))`: (rows, dim) -> (rows, 6 * dim)."""
+    return _one_by_one(module[1], module[0](temb)) if is_bare(module) else module(temb)
+
+
+def _one_by_one(linear: Any, x: torch.Tensor) -> torch.Tensor:
+    """`linear(x)` with each row summed as if it were alone: (rows, in) -> (rows, out).
+
+    A float32 product of one to three rows adds up in another order than one of many. These are the only products over
+    rows instead of tokens, so with this a row's numbers do not depend on its neighbours, to the last bit on a CPU.
+    """
+    if len(x) == 1 or x.dtype != torch.float32 or type(linear) is not nn.Linear or not is_bare(linear):
+        return linear(x)
+    return torch.bmm(x[:, None], linear.weight.t().expand(len(x), -1, -1))[:, 0] + linear.bias
+
+
 def _modulate(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor, stream: TokenStream) -> torch.Tensor:
     """`x * (1 + scale) + shift`, each row of the stream with its own request's (rows, dim) scale and shift."""
-    scale = 1 + scale
-    if len(stream.runs) > MAX_BROADCAST_RUNS or torch.compiler.is_compiling():
-        index = stream.token_modulation_index
-        return torch.addcmul(shift.index_select(0, index), x, scale.index_select(0, index))
-    out = torch.empty_like(x)
-    for run in stream.runs:
-        rows = stream.modulation_index[run.rows]
-        part = slice(run.start, run.stop)
-        torch.addcmul(
-            shift.index_select(0, rows)[:, None],
-            x[part].unflatten(0, (run.num_rows, run.length)),
-            scale.index_select(0, rows)[:, None],
-            out=out[part].unflatten(0, (run.num_rows, run.length)),
-        )
-    return out
+    # Product and sum stay two operations, as in the stock block: a fused one rounds differently, and over many guided
+    # steps that is the only difference that would be left.
+    out = _per_row(torch.mul, x, 1 + scale, stream)
+    return _per_row(torch.add, out, shift, stream, out=out)
 
 
 def _add_gated(x: torch.Tensor, gate: torch.Tensor, update: torch.Tensor, stream: TokenStream) -> torch.Tensor:
     """`x + gate * update` with the (rows, dim) gate of each row's request."""
+    return _per_row(torch.mul, update, gate, stream).add_(x)
+
+
+def _per_row(
+    operation: Callable[..., torch.Tensor],
+    x: torch.Tensor,
+    table: torch.Tensor,
+    stream: TokenStream,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`operation(x, t)` with t the row of the (rows, dim) table that belongs to each token of (tokens, dim) x."""
     if len(stream.runs) > MAX_BROADCAST_RUNS or torch.compiler.is_compiling():
-        return torch.addcmul(x, gate.index_select(0, stream.token_modulation_index), update)
-    out = torch.empty_like(x)
+        return operation(x, table.index_select(0, stream.token_modulation_index))
+    out = torch.empty_like(x) if out is None else out
     for run in stream.runs:
         part, shape = slice(run.start, run.stop), (run.num_rows, run.length)
-        torch.addcmul(
-            x[part].unflatten(0, shape),
-            gate.index_select(0, stream.modulation_index[run.rows])[:, None],
-            update[part].unflatten(0, shape),
-            out=out[part].unflatten(0, shape),
-        )
+        rows = table.index_select(0, stream.modulation_index[run.rows])[:, None]  # (rows, 1, dim)
+        operation(x[part].unflatten(0, shape), rows, out=out[part].unflatten(0, shape))
     return out
 
 
-def _project(attn: Attention, names: tuple[str, str, str], x: torch.Tensor, is_plain: bool) -> tuple[torch.Tensor, ...]:
+def _project(
+    attn: Attention, names: tuple[str, str, str], x: torch.Tensor, layout: PackedLayout, can_merge: bool
+) -> tuple[torch.Tensor, ...]:
     """q, k and v: (tokens, heads, head_dim) each."""
     head_dim = attn.inner_dim // attn.heads
     linears = [getattr(attn, name) for name in names]
-    merged = _merged(attn, names[0], linears) if is_plain else None
+    merged = _merged(layout, linears) if can_merge else None
     if merged is None:
         return tuple(linear(x).unflatten(-1, (-1, head_dim)) for linear in linears)
     return F.linear(x, *merged).unflatten(-1, (3, -1, head_dim)).unbind(1)
 
 
-def _merged(attn: Attention, key: str, linears: list[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-    """q, k and v weights in one, made anew when one of them changes; None where the copy would cost too much."""
+def _merged(layout: PackedLayout, linears: list[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """q, k and v weights in one, kept with the batch's layout; None where the copy would cost too much.
+
+    A layout ends when a row joins or leaves, so a weight that was edited between two requests is never missed, even
+    by an edit that leaves address and version as they were (`weight.data += delta`).
+    """
     first = linears[0].weight
-    if 3 * first.numel() * first.element_size() > MAX_MERGED_BYTES // 16 or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or 3 * first.numel() * first.element_size() > MAX_MERGED_BYTES // 16:
         return None
     version = tuple((t.data_ptr(), t._version) for linear in linears for t in (linear.weight, linear.bias))
-    cache = attn.__dict__.setdefault("_merged_qkv", {})
-    if key not in cache or cache[key][0] != version:
-        with torch.no_grad():
-            weight = torch.cat([linear.weight for linear in linears])
-            bias = torch.cat([linear.bias for linear in linears])
-        cache[key] = (version, (weight, bias))
-    return cache[key][1]
+    kept = layout.kept.get(linears[0])
+    if kept is None or kept[0] != version:
+        weight = torch.cat([linear.weight for linear in linears])
+        kept = (version, weight, torch.cat([linear.bias for linear in linears]))
+        layout.kept[linears[0]] = kept
+    return kept[1:]
 
 
 def _is_plain(attn: Attention) -> bool:
     """True when the attention's modules are the stock ones and nothing hangs on them."""
-    if "_hf_hook" in attn.__dict__ or "_diffusers_hook" in attn.__dict__ or attn._forward_hooks:
-        return False
-    return all(
-        type(module) is nn.Linear
-        and "forward" not in module.__dict__
-        and not module._forward_hooks
-        and not module._forward_pre_hooks
-        and type(module.weight) is nn.Parameter
-        for module in (attn.to_q, attn.to_k, attn.to_v, attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
+    linears = (attn.to_q, attn.to_k, attn.to_v, attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
+    norms = (attn.norm_q, attn.norm_k, attn.norm_added_q, attn.norm_added_k)
+    return (
+        is_bare(attn, _attention_forward)
+        and all(type(linear) is nn.Linear and type(linear.weight) is nn.Parameter for linear in linears)
+        and all(is_bare(module) for module in (*linears, *norms) if module is not None)
     )
 
 
@@ -298,7 +337,9 @@ def _rms_norm(norm: Any, x: torch.Tensor, is_plain: bool) -> torch.Tensor:
     if norm is None:
         return x
     if is_plain and norm.weight is not None and norm.bias is None:
-        return F.rms_norm(x, norm.dim, norm.weight, norm.eps)
+        if x.dtype == torch.float32:
+            return F.rms_norm(x, norm.dim, norm.weight, norm.eps)
+        return F.rms_norm(x, norm.dim, None, norm.eps) * norm.weight  # the stock norm rounds before the weight
     return norm(x)
 
 

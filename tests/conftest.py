@@ -1,0 +1,88 @@
+"""Real pipelines on the embedded model. The oracle has its own components, which nothing of ours ever touches."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import QwenImagePipeline
+
+from diffusers_continuous import ContinuousBatchingPipeline, embedded
+
+# fp32 latents against the stock pipeline's, after up to 30 steps: the same sums in another order, nothing else.
+MAX_ABS = 1e-4
+MEAN_ABS = 3e-6
+
+
+def load_stock(dtype: torch.dtype = torch.float32) -> QwenImagePipeline:
+    """A stock pipeline with fresh components."""
+    pipe = QwenImagePipeline.from_pretrained(embedded.embedded_model_path(), dtype=dtype)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def generator(seed: int) -> torch.Generator:
+    """A CPU generator."""
+    return torch.Generator().manual_seed(seed)
+
+
+def assert_latents_equal(ours: torch.Tensor, stock: torch.Tensor) -> None:
+    """Within the project's float32 tolerance, and of one shape and dtype."""
+    assert ours.shape == stock.shape
+    assert ours.dtype == stock.dtype
+    difference = (ours - stock).abs()
+    assert difference.max() <= MAX_ABS
+    assert difference.mean() <= MEAN_ABS
+
+
+def assert_pictures_equal(ours: Any, stock: Any) -> None:
+    """uint8 pictures: no pixel differs by more than 1, at most 0.5 % differ at all."""
+    a, b = (np.asarray(picture).astype(int) for picture in (ours, stock))
+    assert a.shape == b.shape
+    assert np.abs(a - b).max() <= 1
+    assert (a != b).mean() <= 0.005
+
+
+@pytest.fixture(scope="session")
+def stock() -> QwenImagePipeline:
+    """The oracle."""
+    return load_stock()
+
+
+@pytest.fixture(scope="session")
+def components() -> dict[str, Any]:
+    """Components that our pipelines share among tests which do not change them."""
+    return load_stock().components
+
+
+@pytest.fixture
+def make_pipe(components: dict[str, Any]) -> Iterator[Callable[..., ContinuousBatchingPipeline]]:
+    """Builds pipelines over shared (or, with `fresh=True`, own) components; stops their engines afterwards."""
+    made: list[ContinuousBatchingPipeline] = []
+
+    def make(fresh: bool = False, dtype: torch.dtype = torch.float32, **options: Any) -> ContinuousBatchingPipeline:
+        parts = load_stock(dtype).components if fresh or dtype != torch.float32 else components
+        pipe = ContinuousBatchingPipeline(**parts, default_sample_size=16)
+        pipe.set_progress_bar_config(disable=True)
+        if options:
+            pipe.init_continuous_batching(**options)
+        made.append(pipe)
+        return pipe
+
+    yield make
+    for pipe in made:
+        with contextlib.suppress(Exception):
+            if pipe._engine is not None:
+                pipe._engine.stop(hard_stop=True)
+    gc.collect()
+
+
+@pytest.fixture
+def pipe(make_pipe: Callable[..., ContinuousBatchingPipeline]) -> ContinuousBatchingPipeline:
+    """One of our pipelines, its engine not started yet."""
+    return make_pipe()

@@ -1,0 +1,237 @@
+"""Decisions on a fake clock, with rows that are nothing but numbers."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import pytest
+
+from diffusers_continuous.config import ContinuousBatchingConfig
+from diffusers_continuous.errors import QueueFullError
+from diffusers_continuous.futures import RequestFuture
+from diffusers_continuous.request import RequestState, RequestStatus, Row, SamplingParams, Stage
+from diffusers_continuous.scheduler import MAX_BYPASSED, StepScheduler
+
+
+def request(name, num_rows=1, tokens=64, steps=2, priority=0, callback=None, output_type="pil"):
+    params = SamplingParams(128, 128, steps, 1.0, False, output_type=output_type, priority=priority)
+    state = RequestState(name, params, RequestFuture(), callback=callback)
+    state.rows = tuple(
+        Row(
+            request=state,
+            index=i,
+            num_image_tokens=tokens,
+            latents=None,
+            noise_scheduler=None,
+            num_steps=steps,
+            text=None,
+            prompt="",
+        )
+        for i in range(num_rows)
+    )
+    return state
+
+
+def scheduler(**options):
+    return StepScheduler(ContinuousBatchingConfig(**options))
+
+
+def names(rows):
+    return [row.request.request_id for row in rows]
+
+
+def run_step(sched, now=0.0, errors=None):
+    """One step as the runner would do it."""
+    output = sched.schedule(now)
+    for row in output.encode:
+        row.text = SimpleNamespace(num_tokens=8)
+    for row in output.decode:
+        row.image = object()
+    for row in output.denoise:
+        row.step += 1
+    ended = sched.update_from_output(output, errors or {})
+    return output, ended
+
+
+def test_a_newcomer_joins_at_the_next_step_and_a_finished_row_leaves_at_once():
+    sched = scheduler()
+    sched.add_request(request("a", steps=3))
+    run_step(sched)
+    sched.add_request(request("b", steps=1))
+    output, _ = run_step(sched)
+    assert names(output.encode) == ["b"]
+    assert names(output.denoise) == ["a", "b"]
+    output, ended = run_step(sched)  # b is decoded while a takes its last step
+    assert (names(output.decode), names(output.denoise)) == (["b"], ["a"])
+    assert [state.request_id for state in ended] == ["b"]
+    _, ended = run_step(sched)
+    assert [(state.request_id, state.status) for state in ended] == [("a", RequestStatus.FINISHED)]
+    assert not sched.has_requests()
+
+
+def test_capacity_counts_rows_and_a_freed_place_is_refilled():
+    sched = scheduler(max_requests_per_batch=2)
+    sched.add_request(request("a", num_rows=3, steps=1))
+    sched.add_request(request("b", steps=1))
+    assert names(run_step(sched)[0].denoise) == ["a", "a"]
+    assert names(run_step(sched)[0].denoise) == ["a", "b"]
+
+
+def test_capacity_counts_tokens_with_a_bound_before_the_prompt_is_encoded():
+    sched = scheduler(max_batch_tokens=160)
+    for name in "abc":
+        sched.add_request(request(name, tokens=64))  # 64 + 8 text tokens
+    assert names(run_step(sched)[0].denoise) == ["a", "b"]
+
+
+def test_a_row_larger_than_the_budget_runs_alone():
+    sched = scheduler(max_batch_tokens=100)
+    sched.add_request(request("large", tokens=4096, steps=1))
+    sched.add_request(request("small", tokens=16, steps=1))
+    assert names(run_step(sched)[0].denoise) == ["large"]
+    assert names(run_step(sched)[0].denoise) == ["small"]
+
+
+def test_small_followers_pass_a_large_head_but_not_for_ever():
+    """A head that does not fit lets others use the room; after MAX_BYPASSED of them it gets the room itself."""
+    sched = scheduler(max_batch_tokens=200)
+    sched.add_request(request("running", tokens=64, steps=1000))
+    run_step(sched)
+    sched.add_request(request("head", tokens=180, steps=1))
+    for i in range(3 * MAX_BYPASSED):
+        sched.add_request(request(f"small{i}", tokens=64, steps=1, output_type="latent"))
+    passed = 0
+    for _ in range(3 * MAX_BYPASSED):
+        output, _ = run_step(sched)
+        passed += sum(name.startswith("small") for name in names(output.denoise))
+    assert passed == MAX_BYPASSED
+    sched.remove(sched.running[0].request)
+    assert "head" in names(run_step(sched)[0].denoise)
+
+
+def test_priority_outranks_arrival_and_arrival_decides_among_equals():
+    sched = scheduler(max_requests_per_batch=1)
+    for name, priority in (("a", 0), ("b", -1), ("c", 0), ("d", -1)):
+        sched.add_request(request(name, steps=1, priority=priority, output_type="latent"))
+    assert [names(run_step(sched)[0].denoise)[0] for _ in range(4)] == ["b", "d", "a", "c"]
+
+
+def test_a_gang_is_admitted_whole_and_sits_out_while_its_callback_runs():
+    sched = scheduler(max_requests_per_batch=3)
+    gang = request("gang", num_rows=2, callback=object())
+    sched.add_request(request("a", num_rows=2, steps=3))
+    sched.add_request(gang)
+    assert names(run_step(sched)[0].denoise) == ["a", "a"]  # one place is not enough
+    sched.remove(sched.running[0].request)
+    assert names(run_step(sched)[0].denoise) == ["gang", "gang"]
+    gang.is_in_callback = True
+    assert sched.schedule(0.0).is_empty
+    gang.is_in_callback = False
+    assert names(run_step(sched)[0].denoise) == ["gang", "gang"]
+
+
+def test_a_gang_larger_than_the_batch_runs_alone():
+    sched = scheduler(max_requests_per_batch=2)
+    sched.add_request(request("gang", num_rows=5, callback=object(), steps=1))
+    assert names(run_step(sched)[0].denoise) == ["gang"] * 5
+
+
+def test_a_failed_row_fails_its_request_and_nobody_else():
+    sched = scheduler()
+    bad, good = request("bad", num_rows=2), request("good")
+    sched.add_request(bad)
+    sched.add_request(good)
+    error = ValueError("broken")
+    _, ended = run_step(sched, errors={bad.rows[1]: error})
+    assert [(s.request_id, s.status, s.error) for s in ended] == [("bad", RequestStatus.FAILED, error)]
+    assert names(sched.running) == ["good"]
+
+
+def test_an_ended_request_is_not_revived_by_a_late_step():
+    """A request cancelled while its last step ran must not come back for decoding."""
+    sched = scheduler()
+    state = request("a", steps=1)
+    sched.add_request(state)
+    output = sched.schedule(0.0)
+    state.rows[0].text, state.rows[0].step = SimpleNamespace(num_tokens=8), 1
+    sched.remove(state)
+    state.status = RequestStatus.CANCELLED
+    assert sched.update_from_output(output, {}) == []
+    assert not sched.has_requests()
+
+
+def test_the_queue_limit_counts_waiting_rows():
+    sched = scheduler(max_queue_size=3)
+    sched.add_request(request("a", num_rows=2))
+    with pytest.raises(QueueFullError, match="max_queue_size=3"):
+        sched.add_request(request("b", num_rows=2))
+    sched.add_request(request("c"))
+    assert sched.num_waiting == 3
+
+
+def test_latents_need_no_decoding():
+    sched = scheduler()
+    sched.add_request(request("a", steps=1, output_type="latent"))
+    _, ended = run_step(sched)
+    assert [state.status for state in ended] == [RequestStatus.FINISHED]
+
+
+def test_holding_admits_nobody():
+    sched = scheduler()
+    sched.add_request(request("a"))
+    sched.is_holding = True
+    assert sched.schedule(0.0).is_empty
+    sched.is_holding = False
+    assert names(sched.schedule(0.0).denoise) == ["a"]
+
+
+def test_phases_change_only_when_the_batch_drains_or_the_bound_passes():
+    sched = StepScheduler(ContinuousBatchingConfig(max_phase_s=10.0), is_phased=True)
+    kinds = []
+
+    def step(now):
+        output, _ = run_step(sched, now)
+        kind = [name for name in ("encode", "decode", "denoise") if getattr(output, name)]
+        assert len(kind) == 1  # never two components at once
+        kinds.extend(kind)
+
+    sched.add_request(request("a", steps=20))
+    step(0.0)
+    step(1.0)
+    sched.add_request(request("b", steps=2))
+    step(2.0)  # b waits: the batch goes on
+    step(11.0)
+    step(12.0)  # for 10 seconds, not longer
+    step(13.0)
+    assert kinds == ["encode", "denoise", "denoise", "denoise", "encode", "denoise"]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_arrivals_and_cancels_leave_nothing_behind(seed):
+    rng = random.Random(seed)
+    sched = scheduler(max_requests_per_batch=rng.randint(1, 6), max_batch_tokens=rng.randint(60, 600))
+    alive, ended = {}, []
+    for number in range(60):
+        if rng.random() < 0.5:
+            state = request(
+                f"r{number}", rng.randint(1, 3), rng.choice([16, 64, 256]), rng.randint(1, 6), rng.randint(-1, 1)
+            )
+            sched.add_request(state)
+            alive[state.request_id] = state
+        if alive and rng.random() < 0.1:
+            state = alive.pop(rng.choice(list(alive)))
+            sched.remove(state)
+            state.status = RequestStatus.CANCELLED
+            ended.append(state.request_id)
+        output, done = run_step(sched)
+        assert len(output.denoise) <= sched.config.max_requests_per_batch
+        assert len(output.denoise) == 1 or sum(r.num_tokens for r in output.denoise) <= sched.config.max_batch_tokens
+        ended.extend(state.request_id for state in done)
+        for state in done:
+            del alive[state.request_id]
+    while sched.has_requests():
+        ended.extend(state.request_id for state in run_step(sched)[1])
+    assert len(ended) == len(set(ended))  # everybody ends exactly once
+    assert [*sched.waiting, *sched.running, *sched.decoding] == []
+    assert all(row.stage is Stage.DONE for state in alive.values() for row in state.rows)
