@@ -11,7 +11,7 @@ from diffusers_continuous.config import ContinuousBatchingConfig
 from diffusers_continuous.errors import QueueFullError
 from diffusers_continuous.futures import RequestFuture
 from diffusers_continuous.request import RequestState, RequestStatus, Row, SamplingParams, Stage
-from diffusers_continuous.scheduler import MAX_BYPASSED, StepScheduler
+from diffusers_continuous.scheduler import MAX_BYPASSED, MAX_LOOKED_AT, StepScheduler
 
 
 def request(name, num_rows=1, tokens=64, steps=2, priority=0, callback=None, output_type="pil"):
@@ -205,6 +205,37 @@ def test_phases_change_only_when_the_batch_drains_or_the_bound_passes():
     step(12.0)  # for 10 seconds, not longer
     step(13.0)
     assert kinds == ["encode", "denoise", "denoise", "denoise", "encode", "denoise"]
+
+
+def test_while_the_text_encoder_is_there_waiting_prompts_are_encoded_too():
+    sched = StepScheduler(ContinuousBatchingConfig(max_requests_per_batch=1), is_phased=True)
+    for name in "abc":
+        sched.add_request(request(name, steps=1, output_type="latent"))
+    outputs = [run_step(sched)[0] for _ in range(4)]
+    kinds = [kind for output in outputs for kind in ("encode", "denoise") if getattr(output, kind)]
+    assert kinds == ["encode", "denoise", "denoise", "denoise"]
+
+
+def test_a_long_queue_of_rows_that_do_not_fit_is_not_searched_to_its_end():
+    looked_at = []
+
+    class CountedRow(Row):
+        __slots__ = ()
+
+        @property
+        def num_tokens(self):
+            looked_at.append(self)
+            return super().num_tokens
+
+    sched = scheduler(max_batch_tokens=100)
+    sched.add_request(request("running", tokens=80, steps=10))
+    run_step(sched)
+    for i in range(1000):
+        state = request(f"r{i}", tokens=80)
+        state.rows = tuple(CountedRow(state, 0, 80, None, None, 2, prompt="") for _ in state.rows)
+        sched.add_request(state)
+    sched.schedule(0.0)
+    assert 0 < len(looked_at) <= MAX_LOOKED_AT
 
 
 @pytest.mark.parametrize("seed", range(20))

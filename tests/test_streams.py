@@ -60,6 +60,8 @@ def test_the_last_preview_resembles_the_picture_and_never_decodes(pipe):
 def test_a_stream_validates_at_the_call(pipe):
     with pytest.raises(RequestError, match="height=-3"):
         pipe.stream("a ring", height=-3)
+    with pytest.raises(RequestError, match=r"argument='num_inference_step' is not known.*'num_inference_steps'\?"):
+        pipe.stream("a ring", num_inference_step=3)
 
 
 @pytest.mark.parametrize("how", ["close", "garbage collection", "with"])

@@ -5,6 +5,7 @@ Knows the limits of a request; draws no noise and starts nothing.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -138,6 +139,9 @@ def check_arguments(
         request_id=request_id,
         seed=seed,
     )
+
+
+CALL_ARGUMENTS = tuple(inspect.signature(check_arguments).parameters)[1:]
 
 
 def check_pipeline(pipe: Any) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
-from .errors import ConfigError
+from .errors import ConfigError, ContinuousBatchingError
 
 SCHEDULER_TYPES = ("fcfs",)
 BATCH_LAYOUTS = ("auto", "packed")
@@ -58,14 +58,16 @@ class ContinuousBatchingConfig:
             raise ConfigError(f"attention_backend={self.attention_backend!r} must be a name")
 
 
-def check_known(what: str, value: object, known: Iterable[str]) -> None:
-    """Raise `ConfigError` that lists what is known, and the nearest name, unless `value` is one of `known`."""
+def check_known(
+    what: str, value: object, known: Iterable[str], error: type[ContinuousBatchingError] = ConfigError
+) -> None:
+    """Raise an error that lists what is known, and the nearest name, unless `value` is one of `known`."""
     known = sorted(known)
     if value in known:
         return
     near = difflib.get_close_matches(str(value), known, n=1)
     hint = f" (did you mean {near[0]!r}?)" if near else ""
-    raise ConfigError(f"{what}={value!r} is not known; choose from {known}{hint}")
+    raise error(f"{what}={value!r} is not known; choose from {known}{hint}")
 
 
 def resolve_config(

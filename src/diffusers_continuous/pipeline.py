@@ -31,10 +31,10 @@ from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift, re
 from diffusers.utils import logging
 from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
-from .arguments import CallArguments, check_arguments
+from .arguments import CALL_ARGUMENTS, CallArguments, check_arguments
 from .attention import get_backend
 from .callbacks import RequestPipelineView, StepCallback
-from .config import ContinuousBatchingConfig, resolve_config
+from .config import ContinuousBatchingConfig, check_known, resolve_config
 from .engine import DiffusionEngine
 from .errors import EngineStoppedError, RequestError
 from .futures import RequestFuture
@@ -234,6 +234,8 @@ class ContinuousBatchingMixin:
         Raises:
             RequestError: for a bad argument, with the value and the limit.
         """
+        for name in kwargs:
+            check_known("argument", name, CALL_ARGUMENTS, RequestError)
         arguments = check_arguments(self, *args, **kwargs)
         state = RequestState(
             request_id=arguments.request_id or _new_request_id(),

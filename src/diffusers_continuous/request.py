@@ -122,6 +122,11 @@ class Row:
         return 2 if self.request.params.do_true_cfg else 1
 
     @property
+    def is_encoded(self) -> bool:
+        """True when the texts of all branches are there."""
+        return self.text is not None and (self.num_branches == 1 or self.negative_text is not None)
+
+    @property
     def num_text_tokens(self) -> int:
         """Text tokens of all branches; an upper bound while a prompt is not encoded yet."""
         total = _num_text_tokens(self.text, self.prompt, self.request.params.max_sequence_length)

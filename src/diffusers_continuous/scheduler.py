@@ -17,6 +17,10 @@ from .request import RequestState, RequestStatus, Row, SchedulerOutput, Stage
 # How many later rows may pass a row that does not fit yet. Passing keeps the device busy; the bound keeps the large
 # row from starving.
 MAX_BYPASSED = 16
+# How many rows that do not fit are looked at before the search for one that does is given up.
+MAX_LOOKED_AT = 64
+# With model offload: how many waiting rows are encoded while the text encoder is on the device anyway.
+MAX_ENCODED_AHEAD = 16
 
 
 @dataclass(slots=True)
@@ -79,7 +83,7 @@ class StepScheduler:
         if not self.is_holding:
             self._admit(now)
         output = SchedulerOutput(
-            encode=tuple(row for row in self.running if row.stage is Stage.ENCODE),
+            encode=tuple(row for row in self.running if row.stage is Stage.ENCODE and not row.is_encoded),
             decode=tuple(self.decoding),
             denoise=tuple(
                 row
@@ -97,6 +101,7 @@ class StepScheduler:
         room_tokens = self.config.max_batch_tokens - sum(row.num_tokens for row in self.running)
         assert self.policy is not None
         passed: Row | None = None
+        num_passed = 0
         admitted: set[Row] = set()
         for leader in self.policy.order(self.waiting, self.running, now):
             gang = _gang(leader)
@@ -109,16 +114,18 @@ class StepScheduler:
                 room_tokens -= num_tokens
                 if passed is not None:
                     passed.num_bypassed += 1
-            elif passed is None:
-                passed = leader
-            if room_rows <= 0 or room_tokens <= 0 or (passed is not None and passed.num_bypassed >= MAX_BYPASSED):
+            else:
+                passed = passed or leader
+                num_passed += 1
+            is_due = passed is not None and passed.num_bypassed >= MAX_BYPASSED
+            if room_rows <= 0 or room_tokens <= 0 or is_due or num_passed >= MAX_LOOKED_AT:
                 break
         if admitted:
             self.waiting[:] = [row for row in self.waiting if row not in admitted]
 
     def _one_phase(self, output: SchedulerOutput, now: float) -> SchedulerOutput:
         """Keep one kind of work: denoise while there is a batch, but let nobody wait longer than `max_phase_s`."""
-        denoise = tuple(row for row in output.denoise if row.stage is Stage.DENOISE)
+        denoise = tuple(row for row in output.denoise if row.is_encoded)
         others_wait = bool(output.encode or output.decode)
         if denoise and others_wait and self._phase_since is None:
             self._phase_since = now
@@ -128,7 +135,10 @@ class StepScheduler:
         if others_wait:
             self._phase_since = None
         # Pictures first: their callers have waited longest.
-        return SchedulerOutput(decode=output.decode) if output.decode else SchedulerOutput(encode=output.encode)
+        if output.decode:
+            return SchedulerOutput(decode=output.decode)
+        ahead = [row for leader in self.waiting[:MAX_ENCODED_AHEAD] for row in _gang(leader) if not row.is_encoded]
+        return SchedulerOutput(encode=(*output.encode, *ahead[:MAX_ENCODED_AHEAD]) if output.encode else ())
 
     # ------------------------------------------------------------------ after a step
 
@@ -151,7 +161,7 @@ class StepScheduler:
         return ended
 
     def _move_on(self, row: Row) -> None:
-        if row.stage is Stage.ENCODE and row.text is not None:
+        if row.stage is Stage.ENCODE and row.is_encoded:
             row.stage = Stage.DENOISE
         if row.stage is Stage.DENOISE and row.remaining_steps == 0 and not row.request.is_in_callback:
             self.finish_denoising(row)
