@@ -445,6 +445,7 @@ def machine() -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if is_cuda else _cpu_name(),
         "cpu_cores": os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
+        "load_average": os.getloadavg()[0],  # above the number of cores, something else ran here too
         "python": platform.python_version(),
         "torch": torch.__version__,
         "diffusers": diffusers.__version__,
@@ -471,6 +472,7 @@ def print_header(args: argparse.Namespace) -> None:
     where, what = machine(), settings(args)
     spin = f", OMP_WAIT_POLICY={os.environ['OMP_WAIT_POLICY']}" if "OMP_WAIT_POLICY" in os.environ else ""
     print(f"machine:  {where['device']}, {where['cpu_cores']} cores, {where['torch_threads']} torch threads{spin}")
+    print(f"load:     {where['load_average']:.1f} before the start; 0 would be a machine of our own")
     packages = ("python", "torch", "diffusers", "transformers")
     print("versions: " + ", ".join(f"{name} {where[name]}" for name in packages))
     print("settings: " + ", ".join(f"{name} {value}" for name, value in what.items()))
