@@ -87,14 +87,15 @@ def main() -> int:
     diffusers.utils.logging.disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
     logging.getLogger("diffusers_continuous").setLevel(logging.ERROR)
-    print_header(args)
+    where = machine()
+    print_header(args, where)
     bench = Bench(args)
     difference = bench.largest_difference()
     print(f"pictures: differ from the stock pipeline's by at most {difference} of 255")
     if difference > MAX_DIFFERENCE:
         print("error: the two sides do not draw the same pictures, so their times say nothing", file=sys.stderr)
         return 1
-    result = {**bench.run(), **machine(), **settings(args), "max_difference": difference}
+    result = {**bench.run(), **where, **settings(args), "max_difference": difference}
     print_table(result)
     print(json.dumps(rounded(result)))
     return 0
@@ -468,8 +469,8 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
     return {"requests": args.requests, "size": size, "steps": args.steps, "cfg": guidance, "repeats": args.repeats}
 
 
-def print_header(args: argparse.Namespace) -> None:
-    where, what = machine(), settings(args)
+def print_header(args: argparse.Namespace, where: dict[str, Any]) -> None:
+    what = settings(args)
     spin = f", OMP_WAIT_POLICY={os.environ['OMP_WAIT_POLICY']}" if "OMP_WAIT_POLICY" in os.environ else ""
     print(f"machine:  {where['device']}, {where['cpu_cores']} cores, {where['torch_threads']} torch threads{spin}")
     print(f"load:     {where['load_average']:.1f} before the start; 0 would be a machine of our own")
