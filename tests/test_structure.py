@@ -30,7 +30,18 @@ PATH = [
     "decode",
     "hooks",
 ]
-NOUNS = {"arguments", "config", "embedded", "errors", "futures", "metrics", "models.interface", "policy", "request"}
+NOUNS = {
+    "arguments",
+    "config",
+    "embedded",
+    "errors",
+    "futures",
+    "hooks",
+    "metrics",
+    "models.interface",
+    "policy",
+    "request",
+}
 
 
 def imported_modules(path: Path) -> set[str]:

@@ -6,7 +6,6 @@ another caller's tensors.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import copy
 import functools
@@ -14,7 +13,7 @@ import itertools
 import json
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,9 +39,10 @@ from .errors import EngineStoppedError, RequestError
 from .futures import RequestFuture
 from .metrics import StatsRecorder
 from .models.qwen_image import QwenImageStepModel, check_transformer, split_embeds
-from .request import CallbackCall, RequestMetrics, RequestOutput, RequestState, RequestStatus, Row, TextEmbeds
+from .request import RequestMetrics, RequestOutput, RequestState, RequestStatus, Row, TextEmbeds
 from .runner import DiffusionModelRunner
 from .scheduler import StepScheduler
+from .streams import AsyncRequestStream, RequestStream, wait
 
 logger = logging.get_logger(__name__)
 
@@ -191,7 +191,7 @@ class ContinuousBatchingMixin:
         try:
             for arguments in inputs:
                 states.append(self._submit_or_refuse(engine, {**common, **arguments}))
-            outputs = [s if isinstance(s, RequestOutput) else _wait(engine, s) for s in states]
+            outputs = [s if isinstance(s, RequestOutput) else wait(engine, s) for s in states]
         except BaseException:
             for state in states:
                 engine.cancel_request(state.request_id)
@@ -219,9 +219,9 @@ class ContinuousBatchingMixin:
         engine.submit(state)
         try:
             if not show_progress:
-                return _pipeline_output(_wait(engine, state), return_dict)
+                return _pipeline_output(wait(engine, state), return_dict)
             with self.progress_bar(total=state.num_steps) as bar:
-                output = _wait(engine, state, lambda out: bar.update(out.step - bar.n))
+                output = wait(engine, state, lambda out: bar.update(out.step - bar.n))
                 return _pipeline_output(output, return_dict)
         except BaseException:
             engine.cancel_request(state.request_id)
@@ -464,135 +464,6 @@ class ContinuousBatchingPipeline(ContinuousBatchingMixin, QwenImagePipeline):
         """
         arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         return self._call(**arguments)
-
-
-# ---------------------------------------------------------------------- waiting
-
-
-class RequestStream:
-    """Iterates over one request's outputs; the last has `finished`. Closing or dropping it cancels the request."""
-
-    def __init__(self, engine: DiffusionEngine, state: RequestState) -> None:
-        self._engine = engine
-        self._state = state
-        self._is_over = False
-
-    @property
-    def request_id(self) -> str:
-        """The request's name, for `engine.cancel_request`."""
-        return self._state.request_id
-
-    def __iter__(self) -> RequestStream:
-        return self
-
-    def __next__(self) -> RequestOutput:
-        if self._is_over:
-            raise StopIteration
-        try:
-            while not isinstance(event := self._state.future.take(), RequestOutput):
-                assert event is not None
-                _answer(event)
-        except BaseException:
-            self.close()
-            raise
-        self._is_over = event.finished
-        return event
-
-    def close(self) -> None:
-        """Cancel the request unless it has ended; no effect the second time."""
-        self._is_over = True
-        self._engine.cancel_request(self._state.request_id)
-
-    def __enter__(self) -> RequestStream:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        if not self._is_over:
-            self.close()
-
-
-class AsyncRequestStream:
-    """`RequestStream` on an asyncio loop; callbacks run in the loop's default executor."""
-
-    def __init__(self, stream: RequestStream, final_only: bool = False) -> None:
-        self._stream = stream
-        self._final_only = final_only
-        self._wake: asyncio.Event | None = None
-        stream._state.streaming = not final_only
-
-    @property
-    def request_id(self) -> str:
-        """The request's name, for `engine.cancel_request`."""
-        return self._stream.request_id
-
-    def __aiter__(self) -> AsyncIterator[RequestOutput]:
-        return self
-
-    async def __anext__(self) -> RequestOutput:
-        if self._stream._is_over:
-            raise StopAsyncIteration
-        try:
-            while True:
-                event = await self._event()
-                if isinstance(event, CallbackCall):
-                    await asyncio.get_running_loop().run_in_executor(None, _answer, event)
-                elif event.finished or not self._final_only:
-                    break
-        except BaseException:
-            self._stream.close()
-            raise
-        self._stream._is_over = event.finished
-        return event
-
-    async def _event(self) -> RequestOutput | CallbackCall:
-        future = self._stream._state.future
-        if self._wake is None:
-            self._wake = asyncio.Event()
-            loop, wake = asyncio.get_running_loop(), self._wake
-
-            def announce() -> None:
-                with contextlib.suppress(RuntimeError):  # the asyncio loop is closed: nobody waits any more
-                    loop.call_soon_threadsafe(wake.set)
-
-            future.add_listener(announce)
-        while (event := future.take(timeout=0)) is None:
-            self._wake.clear()
-            if (event := future.take(timeout=0)) is not None:
-                break
-            await self._wake.wait()
-        return event
-
-    async def aclose(self) -> None:
-        """Cancel the request unless it has ended."""
-        self._stream.close()
-
-
-def _wait(
-    engine: DiffusionEngine, state: RequestState, on_output: Callable[[RequestOutput], None] | None = None
-) -> RequestOutput:
-    """Wait for the final output, running due callbacks here, in the caller's thread."""
-    while True:
-        event = state.future.take()
-        if isinstance(event, CallbackCall):
-            _answer(event)
-        elif event is not None:
-            if on_output is not None:
-                on_output(event)
-            if event.finished:
-                return event
-
-
-def _answer(call: CallbackCall) -> None:
-    """Run a due callback; whatever it raises ends its request and comes back as that request's error."""
-    try:
-        result = call.run()
-    except BaseException as error:
-        call.reply(None, error)
-    else:
-        call.reply(result, None)
 
 
 def _pipeline_output(output: RequestOutput, return_dict: bool) -> QwenImagePipelineOutput | tuple[Any]:

@@ -67,7 +67,7 @@ CALLERS = (
     Caller(0.00, "a red star on a blue background", 128, 128, 30, 4.0, 0),
     Caller(0.05, "a large green circle on a white background", 96, 96, 12, 4.0, 1),
     Caller(0.10, "a yellow heart to the left of a purple square on a black background", 192, 128, 24, 4.0, 2),
-    Caller(0.15, "a white ring on a pink background", 128, 192, 20, 1.0, 3),
+    Caller(0.15, "a white ring on a green background", 128, 192, 20, 1.0, 3),
     Caller(0.20, "an orange triangle on a purple background", 160, 160, 20, 3.0, 4),
     Caller(0.30, "a large yellow cross on a red background", 256, 256, 16, 2.0, 5),
     Caller(0.40, "a blue diamond on a yellow background", 96, 192, 20, 4.0, 6),
@@ -129,7 +129,7 @@ class OneByOne:
 def warm_up(pipe: ContinuousBatchingPipeline, stock: QwenImagePipeline) -> None:
     """Both draw one small picture, so that neither pays a first call's costs on the clock."""
     for either in (pipe, stock):
-        either("a pink ring on a gray background", negative_prompt=" ", height=128, width=128, num_inference_steps=2)
+        either("a white ring on a black background", negative_prompt=" ", height=128, width=128, num_inference_steps=2)
 
 
 def draw_together(pipe: ContinuousBatchingPipeline, engine: DiffusionEngine) -> Together:
