@@ -20,6 +20,7 @@ SOURCE = Path(diffusers_continuous.__file__).parent
 PATH = [
     "cli",
     "pipeline",
+    "streams",
     "callbacks",
     "engine",
     "scheduler",
@@ -28,7 +29,6 @@ PATH = [
     "models",
     "attention",
     "decode",
-    "hooks",
 ]
 NOUNS = {
     "arguments",
