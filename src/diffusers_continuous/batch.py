@@ -120,9 +120,12 @@ def _guidance(rows: Sequence[Row], tokens: dict[tuple[int, bool], slice], device
     guided = [r for r in range(len(rows)) if (r, True) in tokens]
     if not guided:
         return None
-    cond, negative = (np.concatenate([np.r_[tokens[r, is_negative]] for r in guided]) for is_negative in (False, True))
+    lengths = np.array([rows[r].num_image_tokens for r in guided])
+    cond, negative = (
+        _ranges(np.array([tokens[r, is_negative].start for r in guided]), lengths) for is_negative in (False, True)
+    )
     scales = np.array([rows[r].request.params.true_cfg_scale for r in guided], dtype=np.float32)
-    per_token = torch.from_numpy(np.repeat(scales, [rows[r].num_image_tokens for r in guided]))
+    per_token = torch.from_numpy(np.repeat(scales, lengths))
     return Guidance(_to(cond, device), _to(negative, device), per_token.to(device)[:, None])
 
 
