@@ -470,11 +470,11 @@ def train_vae(work_dir: Path, num_steps: int, max_minutes: float) -> None:
 # (width, height): share of the steps in the first and in the second half of the training: the shapes are
 # learned at the native size, where they are cheap, and have the same latents at the others.
 SIZE_SHARES: dict[tuple[int, int], tuple[float, float]] = {
-    (128, 128): (1.0, 0.48),
+    (128, 128): (1.0, 0.52),
     (96, 96): (0.0, 0.12),
-    (192, 192): (0.0, 0.12),
-    (128, 192): (0.0, 0.10),
-    (192, 128): (0.0, 0.10),
+    (192, 192): (0.0, 0.10),
+    (128, 192): (0.0, 0.09),
+    (192, 128): (0.0, 0.09),
     (160, 160): (0.0, 0.03),
     (96, 128): (0.0, 0.02),
     (128, 96): (0.0, 0.02),
@@ -918,7 +918,7 @@ def run_transformer_worker(
     latents = LatentPool(work_dir)
     denoiser, _ = make_denoiser()
     compiled = torch.compile(denoiser, dynamic=False)
-    ema = WeightAverage(denoiser.parameters(), decay=0.998)
+    ema = WeightAverage(denoiser.parameters(), decay=0.995)
     optimizers = denoiser_optimizers(denoiser)
     trainer = Trainer(denoiser, optimizers, ema, work_dir / "transformer.pt", 1.0, rank, shared)
     sizes = list(SIZE_SHARES)
