@@ -62,9 +62,10 @@ def test_a_newcomer_joins_at_the_next_step_and_a_finished_row_leaves_at_once():
     output, _ = run_step(sched)
     assert names(output.encode) == ["b"]
     assert names(output.denoise) == ["a", "b"]
-    output, ended = run_step(sched)  # b is decoded while a takes its last step
-    assert (names(output.decode), names(output.denoise)) == (["b"], ["a"])
+    output, ended = run_step(sched)  # b goes out before a's next step
+    assert (names(output.decode), names(output.denoise)) == (["b"], [])
     assert [state.request_id for state in ended] == ["b"]
+    run_step(sched)
     _, ended = run_step(sched)
     assert [(state.request_id, state.status) for state in ended] == [("a", RequestStatus.FINISHED)]
     assert not sched.has_requests()
@@ -72,7 +73,7 @@ def test_a_newcomer_joins_at_the_next_step_and_a_finished_row_leaves_at_once():
 
 def test_capacity_counts_rows_and_a_freed_place_is_refilled():
     sched = scheduler(max_requests_per_batch=2)
-    sched.add_request(request("a", num_rows=3, steps=1))
+    sched.add_request(request("a", num_rows=3, steps=1, output_type="latent"))
     sched.add_request(request("b", steps=1))
     assert names(run_step(sched)[0].denoise) == ["a", "a"]
     assert names(run_step(sched)[0].denoise) == ["a", "b"]
@@ -87,7 +88,7 @@ def test_capacity_counts_tokens_with_a_bound_before_the_prompt_is_encoded():
 
 def test_a_row_larger_than_the_budget_runs_alone():
     sched = scheduler(max_batch_tokens=100)
-    sched.add_request(request("large", tokens=4096, steps=1))
+    sched.add_request(request("large", tokens=4096, steps=1, output_type="latent"))
     sched.add_request(request("small", tokens=16, steps=1))
     assert names(run_step(sched)[0].denoise) == ["large"]
     assert names(run_step(sched)[0].denoise) == ["small"]
@@ -236,6 +237,20 @@ def test_a_long_queue_of_rows_that_do_not_fit_is_not_searched_to_its_end():
         sched.add_request(state)
     sched.schedule(0.0)
     assert 0 < len(looked_at) <= MAX_LOOKED_AT
+
+
+def test_a_picture_and_a_newcomer_that_wait_together_wait_once():
+    sched = StepScheduler(ContinuousBatchingConfig(max_phase_s=10.0), is_phased=True)
+    sched.add_request(request("long", steps=50))
+    sched.add_request(request("done", steps=1))
+    run_step(sched, 0.0)
+    run_step(sched, 1.0)  # the last step of "done"
+    sched.add_request(request("new"))
+    run_step(sched, 2.0)
+    late = [run_step(sched, 12.0 + second)[0] for second in range(3)]
+    assert [names(output.decode) for output in late] == [["done"], [], []]
+    assert [names(output.encode) for output in late] == [[], ["new"], []]
+    assert names(late[2].denoise) == ["long", "new"]
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -95,8 +95,7 @@ class DiffusionModelRunner:
         """Nothing to do for now: forget the last batch and let offloaded components leave the device."""
         self._compositions.clear()
         with self.lock, contextlib.suppress(EngineStoppedError):
-            if self._model.is_phased:
-                self._model.use_component(None)
+            self._model.release()
 
     def reset(self) -> None:
         """Components may have changed: forget everything worked out from them."""
@@ -114,7 +113,6 @@ class DiffusionModelRunner:
 
     def _timed(self, stage: Stage, rows: Sequence[Row], work: Callable[[Sequence[Row]], None], errors: Errors) -> None:
         start = self._clock()
-        self._use_component(stage)
         self._isolating(stage, rows, work, errors)
         self._stats.add_step(stage, rows, start, self._clock(), num_tokens=0)
 
@@ -126,11 +124,11 @@ class DiffusionModelRunner:
 
     def _denoise(self, rows: Sequence[Row], errors: Errors) -> None:
         start = self._clock()
-        self._use_component(Stage.DENOISE)
         predictions: dict[Row, torch.Tensor] = {}
         num_tokens = sum(row.num_tokens for row in rows)
 
         def forward(part: Sequence[Row]) -> None:
+            self._model.prepare_denoise([row for row in part if row.step == 0])
             predictions.update(zip(part, self._forward(part), strict=True))
 
         self._isolating(Stage.DENOISE, rows, forward, errors)
@@ -187,10 +185,6 @@ class DiffusionModelRunner:
             self._isolating(stage, rows[start : start + half], work, errors)
 
     # ------------------------------------------------------------------ device
-
-    def _use_component(self, stage: Stage) -> None:
-        if self._model.is_phased:
-            self._model.use_component(stage)
 
     def _on_device(self) -> contextlib.AbstractContextManager[Any]:
         """Make the pipeline's device the current one: it is a setting of the thread."""

@@ -91,7 +91,10 @@ class StepScheduler:
                 if row.stage in (Stage.ENCODE, Stage.DENOISE) and not row.request.is_in_callback
             ),
         )
-        return self._one_phase(output, now) if self.is_phased else output
+        if self.is_phased:
+            return self._one_phase(output, now)
+        # Finished pictures go out before the others' next step, not after it.
+        return SchedulerOutput(decode=output.decode) if output.decode else output
 
     def _admit(self, now: float) -> None:
         """Move rows from `waiting` to `running` in policy order while rows and tokens fit."""
@@ -127,12 +130,14 @@ class StepScheduler:
         """Keep one kind of work: denoise while there is a batch, but let nobody wait longer than `max_phase_s`."""
         denoise = tuple(row for row in output.denoise if row.is_encoded)
         others_wait = bool(output.encode or output.decode)
-        if denoise and others_wait and self._phase_since is None:
+        if not others_wait:
+            self._phase_since = None
+        elif denoise and self._phase_since is None:
             self._phase_since = now
         is_due = self._phase_since is not None and now - self._phase_since >= self.config.max_phase_s
-        if denoise and not (others_wait and is_due):
+        if denoise and not is_due:
             return SchedulerOutput(denoise=denoise)
-        if others_wait:
+        if not (output.encode and output.decode):  # else the other one has waited as long and is next
             self._phase_since = None
         # Pictures first: their callers have waited longest.
         if output.decode:

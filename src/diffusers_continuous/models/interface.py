@@ -17,7 +17,7 @@ import torch
 
 if TYPE_CHECKING:
     from ..batch import InputBatch
-    from ..request import RequestState, Row, Stage
+    from ..request import RequestState, Row
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,6 +73,11 @@ class PackedLayout:
     rotary: torch.Tensor
     kept: dict[Any, Any] = field(default_factory=dict)
 
+    @property
+    def num_rows(self) -> int:
+        """Branches of the batch."""
+        return len(self.image.modulation_index)
+
 
 class StepModel(Protocol):
     """A diffusion model taken apart into steps. All methods run on the runner's thread under `no_grad`."""
@@ -95,6 +100,10 @@ class StepModel(Protocol):
         """Rotary table of one branch: (text + image tokens, head_dim / 2), text first."""
         ...
 
+    def prepare_denoise(self, rows: Sequence[Row]) -> None:
+        """Bring rows to where the model is now, before their first step: it may have moved while they waited."""
+        ...
+
     def denoise_step(self, batch: InputBatch) -> list[torch.Tensor]:
         """Guided noise prediction of every row: (image tokens, channels) each. Changes no row."""
         ...
@@ -107,8 +116,8 @@ class StepModel(Protocol):
         """Set `image` of rows of one size."""
         ...
 
-    def use_component(self, stage: Stage | None) -> None:
-        """With model offload: let every big component leave the device that `stage` does not need."""
+    def release(self) -> None:
+        """Nothing to do for now: let offloaded components leave the device."""
         ...
 
     def moment(self, row: Row) -> Any:

@@ -44,7 +44,9 @@ def check_transformer(transformer: Any) -> None:
         UnsupportedModelError: says what is in the way and what to do about it.
     """
     if not isinstance(transformer, QwenImageTransformer2DModel):
-        raise UnsupportedModelError(f"{type(transformer).__name__} is not a QwenImageTransformer2DModel")
+        compiled = "; compile with pipe.transformer.compile_repeated_blocks() instead"
+        hint = compiled if isinstance(getattr(transformer, "_orig_mod", None), QwenImageTransformer2DModel) else ""
+        raise UnsupportedModelError(f"{type(transformer).__name__} is not a QwenImageTransformer2DModel{hint}")
     for option, why in (
         ("guidance_embeds", "the stock model crashes with it"),
         ("zero_cond_t", "it belongs to the edit pipelines"),
@@ -116,8 +118,12 @@ class QwenImageStepModel:
         """True after `enable_model_cpu_offload`, on whichever pipeline: one big component on the device at a time."""
         return any(True for _ in self._offloaded())
 
-    def use_component(self, stage: Stage | None) -> None:
-        """Move every offloaded component off the device, except the one that `stage` needs."""
+    def release(self) -> None:
+        """Nothing to do for now: let offloaded components leave the device."""
+        self._make_room(None)
+
+    def _make_room(self, stage: Stage | None) -> None:
+        """With model offload, move every component off the device except the one that `stage` is about to use."""
         for needed_by, component, hook in self._offloaded():
             is_away = next(component.parameters()).device.type != torch.device(hook.execution_device).type
             if needed_by is not stage and not is_away:
@@ -150,23 +156,11 @@ class QwenImageStepModel:
                 row.text = self._lookup(row.prompt, length, fresh)
             if row.negative_text is None and row.num_branches == 2:
                 row.negative_text = self._lookup(row.negative_prompt, length, fresh)
-            self._follow(row)
         for key, text in fresh.items():
             self._remember(key, text)
 
-    def _follow(self, row: Row) -> None:
-        """Bring a row along that waited while the pipeline was moved to another device or cast to another dtype."""
-        device, dtype = self.device, self._pipe.transformer.dtype
-        if row.latents.device == device and row.latents.dtype == dtype:
-            return
-        row.latents = row.latents.to(device, dtype)
-        row.noise_scheduler.timesteps = row.noise_scheduler.timesteps.to(device)
-        for name in ("text", "negative_text"):
-            text = getattr(row, name)
-            if text is not None:
-                setattr(row, name, replace(text, embeds=text.embeds.to(device, dtype)))
-
     def _encode(self, prompts: list[str], max_sequence_length: int) -> list[TextEmbeds]:
+        self._make_room(Stage.ENCODE)
         embeds, mask = self._pipe.encode_prompt(prompt=prompts, max_sequence_length=max_sequence_length)
         texts = split_embeds(embeds, mask)
         for prompt, text in zip(prompts, texts, strict=True):
@@ -207,10 +201,26 @@ class QwenImageStepModel:
         self._rotary.move_to_end(key)
         return self._rotary[key]
 
+    def prepare_denoise(self, rows: Sequence[Row]) -> None:
+        """Bring along the rows that waited while the pipeline was moved to another device or cast to another dtype."""
+        if not rows:
+            return
+        device, dtype = self.device, self._pipe.transformer.dtype
+        for row in rows:
+            if (row.latents.device, row.latents.dtype) == (device, dtype):
+                continue
+            row.latents = row.latents.to(device, dtype)
+            row.noise_scheduler.timesteps = row.noise_scheduler.timesteps.to(device)
+            for name in ("text", "negative_text"):
+                text = getattr(row, name)
+                if text is not None:
+                    setattr(row, name, replace(text, embeds=text.embeds.to(device, dtype)))
+
     def denoise_step(self, batch: InputBatch) -> list[torch.Tensor]:
         """Guided noise prediction of each row: (image tokens, channels)."""
         transformer = self._pipe.transformer
         check_rows_stay_apart(transformer)
+        self._make_room(Stage.DENOISE)
         scale = batch.rows[0].request.params.lora_scale
         noise_pred = transformer(
             hidden_states=batch.latents,
@@ -237,6 +247,7 @@ class QwenImageStepModel:
 
     def post_decode(self, rows: Sequence[Row]) -> None:
         """Decode rows of one size together; sets `image`, (3, height, width) in -1..1."""
+        self._make_room(Stage.DECODE)
         params = rows[0].request.params
         images = decode_latents(self._pipe, torch.stack([row.latents for row in rows]), params.height, params.width)
         for row, image in zip(rows, images.unbind(), strict=True):
@@ -258,7 +269,7 @@ class QwenImageStepModel:
     def preview(self, moment: Moment) -> Any:
         """The picture that the last prediction points at, `x0 = x - sigma * v`; one pixel per 8 x 8 of the real one."""
         if not self._preview.is_fitted:
-            self.use_component(Stage.DECODE)
+            self._make_room(Stage.DECODE)
         latents = moment.latents
         if moment.noise_pred is not None and moment.sigmas is not None:
             latents = latents - moment.sigmas[moment.step].to(latents.device) * moment.noise_pred
