@@ -205,8 +205,10 @@ class QwenImageStepModel:
         """Bring along the rows that waited while the pipeline was moved to another device or cast to another dtype."""
         if not rows:
             return
-        device, dtype = self.device, self._pipe.transformer.dtype
+        device = self.device
         for row in rows:
+            # Its own dtype when it was submitted: the encoder's for a prompt, the transformer's for given embeddings.
+            dtype = self._pipe.transformer.dtype if row.prompt is None else self._pipe.text_encoder.dtype
             if (row.latents.device, row.latents.dtype) == (device, dtype):
                 continue
             row.latents = row.latents.to(device, dtype)
