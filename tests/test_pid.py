@@ -17,13 +17,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from diffusers import QwenImagePipeline
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import TemplateProcessing
+from transformers import Gemma2Config, Gemma2Model, PreTrainedTokenizerFast
 
-from diffusers_continuous.errors import ConfigError, RequestError
-from diffusers_continuous.pid import checkpoints, conversion, tables
+from diffusers_continuous import pid
+from diffusers_continuous.errors import ConfigError, RequestError, StepFailedError
+from diffusers_continuous.pid import checkpoints, conversion, tables, text_encoding
 from diffusers_continuous.pid.adapter import LatentFeatures, PiDGate, PiDLatentAdapter
 from diffusers_continuous.pid.checkpoints import CHECKPOINTS, find_checkpoint
 from diffusers_continuous.pid.modeling import PatchCutter, PiDTransformer2DModel
+from diffusers_continuous.pid.pipeline import PiDDecoder
 from diffusers_continuous.pid.scheduling import PiDScheduler
 from pid_memory import PeakBytes
 
@@ -673,6 +681,233 @@ def test_options_of_no_released_network_are_refused():
             PiDTransformer2DModel(**{**PEAK_CONFIG, **wrong})
 
 
+# ---------------------------------------------------------------------- captions
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """Words and single characters; every text begins with <bos>."""
+    words = ["<pad>", "<bos>", "<unk>", "a", "red", "cat", "User", "Prompt", ":", "\n"]
+    core = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    core.pre_tokenizer = Whitespace()
+    core.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token="<pad>", bos_token="<bos>", unk_token="<unk>", padding_side="left"
+    )
+
+
+@functools.cache
+def tiny_gemma(width: int = 24) -> Gemma2Model:
+    """A random model of the reference's class. Shared: do not change it."""
+    torch.manual_seed(0)
+    config = Gemma2Config(
+        hidden_size=width,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=12,
+        num_hidden_layers=2,
+        intermediate_size=32,
+        vocab_size=16,
+        pad_token_id=0,
+    )
+    return Gemma2Model(config).eval()
+
+
+def test_the_instruction_is_the_one_that_decoders_were_trained_with():
+    text = text_encoding.sana_instruction()
+    expected = "62b9ab89eebb0ac5ee4d264bf96bf19d2b81f504bc3852500efeaf5a34d638b1"
+    assert hashlib.sha256(text.encode()).hexdigest() == expected
+
+
+@torch.no_grad()
+def test_captions_keep_the_first_and_the_last_positions():
+    tokenizer, gemma, instruction = tiny_tokenizer(), tiny_gemma(), "User Prompt : "
+    ours = text_encoding.encode_captions(gemma, tokenizer, ["a red cat", ""], 6, instruction)
+    # <bos> User Prompt : | a red cat | filling; 4 + 6 - 2 positions, of which 0 and the last 5 are kept.
+    ids = torch.tensor([[1, 6, 7, 8, 3, 4, 5, 0], [1, 6, 7, 8, 0, 0, 0, 0]])
+    hidden = gemma(ids, attention_mask=(ids != 0).long())[0]
+    assert max_error(ours, hidden[:, [0, 3, 4, 5, 6, 7]]) <= 1e-6
+    assert ours[:, -1].abs().min() > 0  # the filling is kept as it is
+    assert ours.dtype == torch.float32
+    alone = text_encoding.encode_captions(gemma, tokenizer, ["a red cat"], 6, instruction)
+    assert max_error(alone, ours[:1]) <= 1e-5
+
+
+@torch.no_grad()
+def test_long_captions_are_cut_and_filling_is_hidden_from_the_caption():
+    tokenizer, gemma, instruction = tiny_tokenizer(), tiny_gemma(), "User Prompt : "
+    long = text_encoding.encode_captions(gemma, tokenizer, ["a red cat " * 50], 6, instruction)
+    cut = text_encoding.encode_captions(gemma, tokenizer, ["a red cat a"], 6, instruction)
+    assert max_error(long, cut) <= 1e-5
+    tokenizer.pad_token = "red"
+    other = text_encoding.encode_captions(gemma, tokenizer, ["a cat"], 6, instruction)
+    plain = text_encoding.encode_captions(gemma, tiny_tokenizer(), ["a cat"], 6, instruction)
+    assert max_error(other[:, :4], plain[:, :4]) <= 1e-6
+    assert max_error(other[:, 4:], plain[:, 4:]) > 1e-3
+
+
+def test_full_length_encoding_uses_the_whole_instruction():
+    encoded = text_encoding.encode_captions(tiny_gemma(), tiny_tokenizer(), ["a red cat"])
+    assert encoded.shape == (1, 300, 24)
+
+
+# ---------------------------------------------------------------------- the pipeline
+
+
+def make_decoder(scheduler: PiDScheduler | None = None, **parts: Any) -> PiDDecoder:
+    parts = {"text_encoder": tiny_gemma(), "tokenizer": tiny_tokenizer(), "instruction": "User Prompt : "} | parts
+    decoder = PiDDecoder(recorded_net("qwen_v15"), scheduler or PiDScheduler(), **parts)
+    decoder.set_progress_bar_config(disable=True)
+    return decoder
+
+
+LATENTS = torch.randn(2, 16, 1, 2, generator=torch.Generator().manual_seed(0))
+
+
+def test_the_decoder_repeats_a_recorded_picture(monkeypatch):
+    """The recorded noise goes in where the generator's would."""
+    data, decoder = sampler_data(), make_decoder()
+    noises = iter([data["sde4/noise"], *(data[f"sde4/eps.{i}"] for i in range(3))])
+    for module in ("pipeline", "scheduling"):
+        monkeypatch.setattr(f"diffusers_continuous.pid.{module}.randn_tensor", lambda *args, **kwargs: next(noises))
+    images = decoder(
+        data["cond.lq_latent"], prompt_embeds=data["cond.y"], sigma=data["cond.degrade_sigma"], output_type="latent"
+    ).images
+    assert max_error(images, data["sde4/final"]) <= 2e-3
+    assert next(noises, None) is None
+
+
+def test_a_row_is_the_same_alone_and_in_a_batch():
+    decoder, captions = make_decoder(), ["a cat", "a red cat"]
+    generators = [torch.Generator().manual_seed(seed) for seed in (5, 6)]
+    both = decoder(LATENTS, captions, [0.0, 0.3], generator=generators, output_type="latent").images
+    assert both.shape == (2, 3, 32, 64)
+    for row in range(2):
+        alone = decoder(
+            LATENTS[row : row + 1],
+            captions[row],
+            [0.0, 0.3][row],
+            generator=torch.Generator().manual_seed(5 + row),
+            output_type="latent",
+        ).images
+        assert max_error(alone, both[row : row + 1]) <= 1e-3  # other batch, other kernels, four steps of growth
+
+
+def test_output_types_and_budget():
+    decoder = make_decoder()
+
+    def run(**options: Any) -> Any:
+        generator = torch.Generator().manual_seed(1)
+        return decoder(LATENTS, "a cat", num_inference_steps=2, generator=generator, **options).images
+
+    raw, (picture, _) = run(output_type="latent"), run()
+    assert picture.size == (64, 32)
+    assert max_error(run(output_type="pt"), raw / 2 + 0.5) <= 1e-6
+    assert run(output_type="np").shape == (2, 32, 64, 3)
+    budget = decoder.transformer.estimate_decode_bytes(32, 64, 2, chunk=1)
+    assert max_error(run(output_type="latent", max_bytes=budget), raw) <= 1e-3
+
+
+def test_packed_latents_are_unpacked_and_the_rest_refused():
+    decoder, latents = make_decoder(), torch.randn(1, 16, 4, 6)
+    packed = QwenImagePipeline._pack_latents(latents, 1, 16, 4, 6)
+    assert torch.equal(decoder.unpack_latents(packed, 32, 48), latents)
+    assert torch.equal(decoder.unpack_latents(latents.flatten(2).transpose(1, 2), 32, 48), latents)
+    assert decoder.unpack_latents(latents, 32, 48) is latents
+    for wrong, size, message in [
+        (packed, (None, None), "need height and width"),
+        (packed, (32, 64), "are not 16 x 32 x 64"),
+        (latents, (32, 64), "are of 32 x 48 pixels"),
+        (latents[:, :, None], (None, None), r"\(batch, 16, h, w\)"),
+    ]:
+        with pytest.raises(RequestError, match=message):
+            decoder(wrong, "a cat", height=size[0], width=size[1])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"latents": torch.zeros(1, 4, 1, 2)}, "16 channels, not 4"),
+        ({"sigma": 1.2}, "between 0 and 1"),
+        ({"sigma": [0.1]}, "one number or 2"),
+        ({"num_inference_steps": 5}, "twice"),
+        ({"guidance_scale": 4.0}, "distilled"),
+        ({"prompt": ["a", "b", "c"]}, "3 captions do not fit 2"),
+        ({"prompt": None}, "pass prompt or prompt_embeds"),
+        ({"prompt": None, "prompt_embeds": torch.zeros(3, 20, 24)}, "do not fit 2"),
+        ({"generator": [torch.Generator()]}, "1 generators do not fit 2"),
+        ({"max_bytes": 1000}, "need at least"),
+    ],
+)
+def test_a_wrong_call_is_refused(options, message):
+    with pytest.raises(RequestError, match=message):
+        make_decoder()(**{"latents": LATENTS, "prompt": "a cat", **options})
+
+
+def test_a_result_that_is_not_finite_fails_with_its_step():
+    decoder = make_decoder()
+    hook = decoder.transformer.register_forward_hook(
+        lambda _, args, out: (out[0] * (math.nan if args[1][0] < 700 else 1),)
+    )
+    try:
+        with pytest.raises(StepFailedError, match="step 3 of 4"):
+            decoder(LATENTS, "a cat")
+    finally:
+        hook.remove()
+
+
+def test_an_undistilled_decoder_is_guided_away_from_the_negative_prompt():
+    decoder = make_decoder(PiDScheduler("dpmsolver++", None, shift_reference=2048))
+
+    def run(**options: Any) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(3)
+        return decoder(
+            LATENTS[:1], "a cat", num_inference_steps=3, generator=generator, output_type="latent", **options
+        ).images
+
+    plain, guided = run(guidance_scale=1), run(guidance_scale=3, negative_prompt="red")
+    assert max_error(plain, guided) > 1e-2
+    assert max_error(run(guidance_scale=3, negative_prompt="a cat"), plain) <= 1e-3
+
+
+def test_the_decoder_survives_saving_and_lets_go_of_its_text_encoder(tmp_path):
+    decoder = make_decoder()
+    decoder.save_pretrained(tmp_path)
+    again = PiDDecoder.from_pretrained(tmp_path)
+    again.set_progress_bar_config(disable=True)
+    images = [
+        each(LATENTS, "a cat", generator=torch.Generator().manual_seed(0), output_type="latent").images
+        for each in (decoder, again)
+    ]
+    assert torch.equal(*images)
+    embeds = again.encode_prompt("a cat")
+    again.free_text_encoder()
+    with pytest.raises(RequestError, match="no text encoder"):
+        again(LATENTS, "a cat")
+    generator = torch.Generator().manual_seed(0)
+    freed = again(LATENTS, prompt_embeds=embeds, generator=generator, output_type="latent").images
+    assert torch.equal(freed, images[0])
+    again.save_pretrained(tmp_path / "bare")
+    assert PiDDecoder.from_pretrained(tmp_path / "bare").text_encoder is None
+
+
+def test_an_official_file_becomes_a_decoder(tmp_path, monkeypatch):
+    """The table's full-size configuration is swapped for the recorded net's."""
+    path = official_file("qwen_v15", tmp_path / "official.pth")
+    config = conversion.convert_config(MANIFEST["nets"]["qwen_v15"]["config"])
+    monkeypatch.setattr(checkpoints.Checkpoint, "config", property(lambda self: config))
+    decoder = PiDDecoder.from_original(
+        path, backbone="qwenimage", text_encoder=tiny_gemma(), tokenizer=tiny_tokenizer()
+    )
+    assert decoder.transformer.dtype == torch.bfloat16
+    assert decoder.scheduler.max_steps == 4
+    teacher = PiDDecoder.from_original(path, checkpoint_type="undistilled")
+    assert not teacher.is_distilled
+    with pytest.raises(ConfigError, match="There are"):
+        PiDDecoder.from_original(path, sr_scale=8)
+    with pytest.raises(ConfigError, match="the text encoder is 48 wide"):
+        PiDDecoder(decoder.transformer, PiDScheduler(), tiny_gemma(48))
+
+
 # ---------------------------------------------------------------------- bad input
 
 
@@ -749,6 +984,11 @@ def test_untrained_sizes_are_warned_about_and_not_refused():
     for height, width in ((2048, 2048), (2304, 1728), (1536, 2688)):
         low, high = find_checkpoint("flux", "2k").config["trained_sides"]
         assert low <= math.sqrt(height * width) <= high
+
+
+def test_the_public_names_are_sorted_and_all_there():
+    assert pid.__all__ == sorted(pid.__all__)
+    assert all(getattr(pid, name) is not None for name in pid.__all__)
 
 
 def test_sizes_follow_the_latent():

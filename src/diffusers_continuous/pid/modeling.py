@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, TypeAlias
@@ -336,6 +336,18 @@ class PiDTransformer2DModel(ModelMixin, ConfigMixin):
         return self.pixel_embedder(cutter.pixels(part), self.dtype) + cutter.positions(part, axes)
 
     # ------------------------------------------------------------------ refusals
+
+    def check_latents(self, latents: torch.Tensor, sigma: torch.Tensor | Sequence[float] | float) -> torch.Tensor:
+        """Noise levels of (batch, channels, h, w) latents as (batch,) float32, if both are as they should be.
+
+        Raises:
+            RequestError: names the value and what it should be.
+        """
+        height, width = self.output_size(latents) if latents.ndim == 4 else (0, 0)
+        self._check_latents(latents, latents.shape[0], height, width)
+        rows = _per_row(sigma, "sigma", latents.shape[0], latents.device)
+        _check_range("sigma", rows, 1)
+        return rows
 
     def _check_images(self, images: torch.Tensor) -> torch.Size:
         if images.ndim != 4 or images.shape[1] != self.config.in_channels:
