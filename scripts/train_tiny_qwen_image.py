@@ -480,13 +480,6 @@ SIZE_SHARES: dict[tuple[int, int], tuple[float, float]] = {
     (128, 96): (0.0, 0.02),
     (256, 256): (0.0, 0.01),
 }
-COMPILED_SIZES = {
-    (128, 128),
-    (96, 96),
-    (192, 192),
-    (128, 192),
-    (192, 128),
-}  # the others are not worth the compiler's time
 LATENT_CHUNK = 512
 LATENT_BATCH = 4  # its largest feature maps still fit into the cache: twice as fast as 32
 
@@ -935,7 +928,8 @@ def run_transformer_worker(
         clean = pool[picked]
         noise, sigma = torch.randn_like(clean), sample_sigmas(count)
         noisy = torch.lerp(clean, noise, sigma.view(-1, 1, 1))
-        model = compiled if (width, height) in COMPILED_SIZES else denoiser
+        is_native = width == height == NATIVE_SIZE_PX  # the others are not worth the compiler's time
+        model = compiled if is_native else denoiser
         velocity = model(noisy, sigma, *denoiser.tokenize(captions), *denoiser.rotary(width, height))
         loss = (velocity - (noise - clean)).square().mean()
         return loss, {"loss": loss.item(), "samples": count * num_workers}
@@ -1004,11 +998,11 @@ def main() -> None:
     start_logging(logging.INFO)
     args.work_dir.mkdir(parents=True, exist_ok=True)
     if args.stage == "vae":
-        train_vae(args.work_dir, args.num_steps or 6000, args.max_minutes)
+        train_vae(args.work_dir, args.num_steps or 3600, args.max_minutes)
     elif args.stage == "latents":
         encode_latents(args.work_dir, args.num_scenes, args.num_workers)
     elif args.stage == "transformer":
-        train_transformer(args.work_dir, args.num_steps or 6000, args.max_minutes, args.num_workers)
+        train_transformer(args.work_dir, args.num_steps or 3200, args.max_minutes, args.num_workers)
     elif args.stage == "export":
         export(args.work_dir, args.output)
     else:
