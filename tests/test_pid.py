@@ -14,6 +14,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import numpy as np
 import pytest
 import torch
@@ -387,6 +388,53 @@ def test_gradients_reach_every_parameter_that_the_picture_depends_on():
         assert (parameter.grad is None) == name.startswith(unused), name
     with pytest.raises(RequestError, match="no_grad"):
         net(x, 1.0, y, latents, 0.0, chunk=1)
+
+
+def fresh_net() -> tuple[PiDTransformer2DModel, list[torch.Tensor], torch.Tensor]:
+    """A net that may be changed, inputs, and what it makes of them."""
+    weights = {key: tensor.float() for key, tensor in official_weights("qwen_v15").items()}
+    net = PiDTransformer2DModel.from_original(weights, **MANIFEST["nets"]["qwen_v15"]["config"])
+    case = recorded_case("qwen_tall")
+    return net, inputs_of(case), recorded_net("qwen_v15")(*inputs_of(case)).sample
+
+
+def assert_all_ways_work(net: PiDTransformer2DModel, inputs: list[torch.Tensor], expected: torch.Tensor) -> None:
+    """Whole, in chunks, and from features of both kinds."""
+    x, t, y, latents, sigma = inputs
+    for chunk in (None, 7):
+        assert max_error(net(x, t, y, latents, sigma, chunk=chunk).sample, expected) <= 2e-5
+        features = net.encode_latents(latents, *x.shape[2:], with_heads=chunk is None)
+        assert max_error(net(x, t, y, features, sigma, chunk=chunk).sample, expected) <= 2e-5
+
+
+@torch.no_grad()
+def test_repeated_blocks_compile_without_a_break():
+    net, inputs, expected = fresh_net()
+    net.compile_repeated_blocks(backend="eager", fullgraph=True)
+    try:
+        assert_all_ways_work(net, inputs, expected)
+    finally:
+        torch.compiler.reset()
+
+
+@torch.no_grad()
+def test_sequential_offload_reaches_every_weight():
+    """Accelerate keeps every weight on the meta device except while its own module is called."""
+    net, inputs, expected = fresh_net()
+    accelerate.cpu_offload(net, execution_device=torch.device("cpu"))
+    assert all(parameter.is_meta for parameter in net.parameters())
+    assert_all_ways_work(net, inputs, expected)
+
+
+@pytest.mark.parametrize("kind", ["block_level", "leaf_level"])
+@torch.no_grad()
+def test_group_offload_reaches_every_weight(kind):
+    net, inputs, expected = fresh_net()
+    cpu = torch.device("cpu")
+    net.enable_group_offload(
+        cpu, cpu, offload_type=kind, **({"num_blocks_per_group": 1} if kind == "block_level" else {})
+    )
+    assert_all_ways_work(net, inputs, expected)
 
 
 # ---------------------------------------------------------------------- the scheduler

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import nn
 
-from .memory import MIN_ROWS
+from .memory import padded_tokens
 from .tables import Rotary, apply_rotary, time_features
 
 Modulation = tuple[torch.Tensor, ...]  # shift, scale, gate of the attention; shift, scale, gate of the MLP
@@ -58,15 +58,11 @@ def update_slices(
     return stream
 
 
-def linear_of_any_height(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """`linear(x)` for (batch, tokens, dim), summed in the order in which many tokens are summed.
-
-    Products of very few rows go to other kernels, and the rounding of those, far from the result, grows to 4e-5.
-    """
-    missing = MIN_ROWS - x.shape[0] * x.shape[1]
-    if missing <= 0:
-        return linear(x)
-    return linear(F.pad(x, (0, 0, 0, missing)))[:, : x.shape[1]]
+def linear_in_tiles(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """`linear(x)` for (batch, tokens, dim), with rows added so that each is summed as among many; see `ROW_TILE`."""
+    batch, tokens = x.shape[:2]
+    missing = padded_tokens(batch, tokens) - tokens
+    return linear(F.pad(x, (0, 0, 0, missing)))[:, :tokens] if missing else linear(x)
 
 
 class PiDRMSNorm(nn.Module):
@@ -319,19 +315,15 @@ class PiDPixelBlock(nn.Module):
     def _modulation(self, condition: torch.Tensor) -> Modulation:
         """(batch, patches, patch_dim) -> six views (batch, patches, pixels of a patch, pixel_dim)."""
         return (
-            linear_of_any_height(self.adaLN_modulation, condition)
-            .unflatten(-1, (self.pixels_per_patch, 6, -1))
-            .unbind(-2)
+            linear_in_tiles(self.adaLN_modulation, condition).unflatten(-1, (self.pixels_per_patch, 6, -1)).unbind(-2)
         )
 
     def _compress(self, pixels: torch.Tensor, mod: Modulation) -> torch.Tensor:
         hidden = modulate(self.norm1(pixels), mod[0], mod[1]).to(mod[0].dtype)
-        return linear_of_any_height(self.compress_to_attn, hidden.flatten(-2))
+        return linear_in_tiles(self.compress_to_attn, hidden.flatten(-2))
 
     def _expand(self, pixels: torch.Tensor, mod: Modulation, attended: torch.Tensor) -> torch.Tensor:
-        pixels = torch.addcmul(
-            pixels, mod[2], linear_of_any_height(self.expand_from_attn, attended).reshape(pixels.shape)
-        )
+        pixels = torch.addcmul(pixels, mod[2], linear_in_tiles(self.expand_from_attn, attended).reshape(pixels.shape))
         hidden = modulate(self.norm2(pixels), mod[3], mod[4]).to(mod[0].dtype)
         return torch.addcmul(pixels, mod[5], self.mlp(hidden))
 

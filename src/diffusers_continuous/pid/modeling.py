@@ -56,6 +56,8 @@ class PiDTransformer2DModel(ModelMixin, ConfigMixin):
     _supports_gradient_checkpointing = False
     _no_split_modules: ClassVar = ["PiDPatchBlock", "PiDPixelBlock"]
     _repeated_blocks: ClassVar = ["PiDPatchBlock", "PiDPixelBlock"]
+    # Called outside `forward`, so group offloading must bring their weights in by themselves.
+    _group_offload_block_modules: ClassVar = ["lq_proj", "pit_head"]
 
     @register_to_config
     def __init__(
