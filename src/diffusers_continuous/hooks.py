@@ -16,8 +16,8 @@ from torch import nn
 from .errors import UnsupportedModelError
 
 
-def set_innermost_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
-    """Put `forward` where the stock one is, under whatever hooks are there; hooks that come later wrap it.
+def set_innermost_forward(module: nn.Module, forward: Callable[..., Any], stock: Callable[..., Any]) -> None:
+    """Put `forward` where the `stock` one is, under whatever hooks are there; hooks that come later wrap it.
 
     Raises:
         UnsupportedModelError: when something else has replaced the stock forward.
@@ -26,26 +26,25 @@ def set_innermost_forward(module: nn.Module, forward: Callable[..., Any]) -> Non
     found = [getattr(_get(holder, slot), "__func__", None) for holder, slot in slots]
     if forward in found:
         return
-    stock = type(module).forward
     for (holder, slot), function in zip(slots, found, strict=True):
         if function is stock:
             _set(holder, slot, types.MethodType(forward, module))
             return
-    if slots:
+    if slots or type(module).forward is not stock:
         raise UnsupportedModelError(
             f"{type(module).__name__}.forward was replaced by something else; continuous batching needs the stock one"
         )
     module.__dict__["forward"] = types.MethodType(forward, module)
 
 
-def restore_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
-    """Put the stock forward back where `set_innermost_forward` put `forward`, under whatever hooks are there now."""
+def restore_forward(module: nn.Module, forward: Callable[..., Any], stock: Callable[..., Any]) -> None:
+    """Put the `stock` forward back where `set_innermost_forward` put `forward`, under whatever hooks are there now."""
     for holder, slot in list(_forward_slots(module)):
         if getattr(_get(holder, slot), "__func__", None) is forward:
             if holder is module.__dict__ and slot == "forward":
                 del module.__dict__["forward"]
             else:
-                _set(holder, slot, types.MethodType(type(module).forward, module))
+                _set(holder, slot, types.MethodType(stock, module))
 
 
 def is_bare(module: nn.Module, forward: Callable[..., Any] | None = None) -> bool:

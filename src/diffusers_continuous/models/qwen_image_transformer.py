@@ -54,6 +54,13 @@ class Packed:
     can_merge: bool = False
 
 
+# By name and not as `type(self).forward`, which the compiler cannot trace.
+_stock_transformer_forward = QwenImageTransformer2DModel.forward
+_stock_block_forward = QwenImageTransformerBlock.forward
+_stock_attention_forward = Attention.forward
+_stock_norm_out_forward = AdaLayerNormContinuous.forward
+
+
 # ---------------------------------------------------------------------- installing
 
 
@@ -69,8 +76,8 @@ def install_packed_forward(transformer: QwenImageTransformer2DModel, user: objec
     """
     check_rows_stay_apart(transformer)
     with _installing:
-        for module, forward in _targets(transformer):
-            set_innermost_forward(module, forward)
+        for module, forward, stock in _targets(transformer):
+            set_innermost_forward(module, forward, stock)
         _users.setdefault(transformer, weakref.WeakSet()).add(user)
 
 
@@ -81,16 +88,19 @@ def uninstall_packed_forward(transformer: QwenImageTransformer2DModel, user: obj
         users.discard(user)
         if users:
             return
-        for module, forward in _targets(transformer):
-            restore_forward(module, forward)
+        for module, forward, stock in _targets(transformer):
+            restore_forward(module, forward, stock)
 
 
-def _targets(transformer: QwenImageTransformer2DModel) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
-    yield transformer, _transformer_forward
+def _targets(
+    transformer: QwenImageTransformer2DModel,
+) -> Iterator[tuple[nn.Module, Callable[..., Any], Callable[..., Any]]]:
+    """Every module that gets a forward of ours, that forward, and the stock one that it stands in for."""
+    yield transformer, _transformer_forward, _stock_transformer_forward
     for block in transformer.transformer_blocks:
-        yield block, _block_forward
-        yield block.attn, _attention_forward
-    yield transformer.norm_out, _norm_out_forward
+        yield block, _block_forward, _stock_block_forward
+        yield block.attn, _attention_forward, _stock_attention_forward
+    yield transformer.norm_out, _norm_out_forward, _stock_norm_out_forward
 
 
 def check_rows_stay_apart(transformer: QwenImageTransformer2DModel) -> None:
@@ -127,7 +137,7 @@ def _transformer_forward(
     self: QwenImageTransformer2DModel, *args: Any, packed: Packed | None = None, **kwargs: Any
 ) -> Any:
     if packed is None:
-        return type(self).forward(self, *args, **kwargs)
+        return _stock_transformer_forward(self, *args, **kwargs)
     with _scaling_kept(self, kwargs.get("attention_kwargs")):
         return _packed_transformer(self, packed=packed, **kwargs)
 
@@ -166,7 +176,7 @@ def _packed_transformer(
 
 def _norm_out_forward(self: AdaLayerNormContinuous, *args: Any, packed: Packed | None = None, **kwargs: Any) -> Any:
     if packed is None:
-        return type(self).forward(self, *args, **kwargs)
+        return _stock_norm_out_forward(self, *args, **kwargs)
     image, temb = args
     scale, shift = _one_by_one(self.linear, self.silu(temb).to(image.dtype)).chunk(2, dim=-1)
     return _modulate(self.norm(image), shift, scale, packed.layout.image)
@@ -174,7 +184,7 @@ def _norm_out_forward(self: AdaLayerNormContinuous, *args: Any, packed: Packed |
 
 def _block_forward(self: QwenImageTransformerBlock, *args: Any, packed: Packed | None = None, **kwargs: Any) -> Any:
     if packed is None:
-        return type(self).forward(self, *args, **kwargs)
+        return _stock_block_forward(self, *args, **kwargs)
     return _packed_block(self, packed=packed, **kwargs)
 
 
@@ -209,7 +219,7 @@ def _packed_block(
 
 def _attention_forward(self: Attention, *args: Any, packed: Packed | None = None, **kwargs: Any) -> Any:
     if packed is None:
-        return type(self).forward(self, *args, **kwargs)
+        return _stock_attention_forward(self, *args, **kwargs)
     return _packed_attention(self, kwargs["hidden_states"], kwargs["encoder_hidden_states"], packed, is_plain=False)
 
 
