@@ -18,7 +18,7 @@ import accelerate
 import numpy as np
 import pytest
 import torch
-from diffusers import QwenImagePipeline
+from diffusers import DiffusionPipeline, QwenImagePipeline
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -28,7 +28,7 @@ from transformers import Gemma2Config, Gemma2Model, PreTrainedTokenizerFast
 
 from diffusers_continuous import pid
 from diffusers_continuous.errors import ConfigError, RequestError, StepFailedError
-from diffusers_continuous.pid import checkpoints, conversion, tables, text_encoding
+from diffusers_continuous.pid import checkpoints, conversion, layers, tables, text_encoding
 from diffusers_continuous.pid.adapter import LatentFeatures, PiDGate, PiDLatentAdapter
 from diffusers_continuous.pid.checkpoints import CHECKPOINTS, find_checkpoint
 from diffusers_continuous.pid.modeling import PatchCutter, PiDTransformer2DModel
@@ -347,6 +347,22 @@ def test_in_chunks_no_tensor_has_all_hidden_pixels_or_all_modulations():
     hidden_pixels = height * width * 4 * net.config.pixel_hidden_size * itemsize
     assert measure(net, (height, width), 1, None).largest >= hidden_pixels
     assert measure(net, (height, width), 1, 8).largest <= hidden_pixels / 8
+
+
+@torch.no_grad()
+def test_the_estimate_holds_at_full_size(monkeypatch):
+    """2048 x 2048 in bfloat16 on the meta device, where attention must be stood in for."""
+    with torch.device("meta"):
+        net = PiDTransformer2DModel().eval().to(torch.bfloat16)
+        inputs = torch.empty(1, 3, 2048, 2048), torch.empty(1, 300, 2304), torch.empty(1, 16, 64, 64)
+    monkeypatch.setattr(layers, "attend", lambda qkv: torch.empty_like(qkv[:, :, 0].flatten(2)))
+    with PeakBytes(inputs, net.parameters()) as watch:
+        x, y, latents = inputs
+        net(x, torch.empty(1, device="meta"), y, latents, torch.empty(1, device="meta"), chunk=4096)
+    estimate = net.estimate_decode_bytes(2048, 2048, 1, torch.bfloat16, 4096)
+    assert abs(estimate / watch.peak - 1) <= 0.15
+    assert watch.largest < 2048 * 2048 * 64 * 2 / 2
+    assert estimate < net.estimate_decode_bytes(2048, 2048, 1, torch.bfloat16) / 3
 
 
 @torch.no_grad()
@@ -936,6 +952,22 @@ def test_the_decoder_survives_saving_and_lets_go_of_its_text_encoder(tmp_path):
     assert torch.equal(freed, images[0])
     again.save_pretrained(tmp_path / "bare")
     assert PiDDecoder.from_pretrained(tmp_path / "bare").text_encoder is None
+
+
+class Outer(DiffusionPipeline):
+    """A pipeline that has a decoder where others have a VAE."""
+
+    def __init__(self, decoder: Any = None) -> None:
+        super().__init__()
+        self.register_modules(decoder=decoder)
+
+
+def test_the_decoder_loads_as_another_pipelines_component(tmp_path):
+    Outer(make_decoder()).save_pretrained(tmp_path)
+    decoder = Outer.from_pretrained(tmp_path).decoder
+    assert type(decoder) is PiDDecoder
+    assert type(decoder.transformer) is PiDTransformer2DModel
+    assert decoder.config.instruction == "User Prompt : "
 
 
 def test_an_official_file_becomes_a_decoder(tmp_path, monkeypatch):

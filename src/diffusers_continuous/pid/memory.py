@@ -42,7 +42,14 @@ def estimate_decode_bytes(
     """
     step = StepBytes(config, height, width, batch, itemsize, chunk, text_length or config.txt_max_length)
     return step.inputs + max(
-        step.adapter(), step.embedding(), step.projections(), step.attention(), step.mlp(), step.pixels(), step.result()
+        step.adapter(),
+        step.embedding(),
+        step.projections(),
+        step.attention(),
+        step.mlp(),
+        step.pixel_attention(),
+        step.pixels(),
+        step.result(),
     )
 
 
@@ -179,14 +186,22 @@ class StepBytes:
         found = self.itemsize * self.joint_tokens * cfg.hidden_size
         return self.streams + found + self.tokens_at_once * work
 
-    @property
-    def _pixel_stage(self) -> int:
-        """What the whole pixel stage keeps: conditions, features, what the attentions found, the rotary table."""
+    def _pixel_stage(self, attention_tensors: int) -> int:
+        """What the pixel stage keeps: conditions, features, the rotary table, and so many attention-wide tensors."""
         cfg = self.config
-        found = 1 if self.is_whole else cfg.pixel_depth
-        kept = self.patches * (cfg.hidden_size + found * cfg.pixel_attn_hidden_size) * self.itemsize
+        kept = self.patches * (cfg.hidden_size + attention_tensors * cfg.pixel_attn_hidden_size) * self.itemsize
         rotary = FLOAT32 * (self.patches // self.batch) * cfg.pixel_attn_hidden_size // cfg.pixel_num_groups
         return kept + rotary + self.features
+
+    @property
+    def _found(self) -> int:
+        """Results of attentions that are kept: in chunks, every block's."""
+        return 1 if self.is_whole else self.config.pixel_depth
+
+    def pixel_attention(self) -> int:
+        """Input, queries, keys, values and output, beside what the blocks before found; undivided, never the worst."""
+        log_sums = FLOAT32 * self.patches * self.config.pixel_num_groups
+        return self._pixel_stage(self._found - 1 + 5) + log_sums
 
     def pixels(self) -> int:
         """A slice inside the per-pixel MLP: modulation, pixels before and after attention, input, hidden twice."""
@@ -196,8 +211,8 @@ class StepBytes:
         rows = self.batch * padded_tokens(self.batch, patches // self.batch)
         work = values * (patches * (2 * FLOAT32 + self.itemsize + 8 * self.itemsize) + rows * 6 * self.itemsize)
         result = 0 if self.is_whole else self.itemsize * self.pixel_values
-        return self._pixel_stage + work + result
+        return self._pixel_stage(self._found) + work + result
 
     def result(self) -> int:
         """The velocity as pixels of patches and as a picture, or as a picture in two dtypes."""
-        return self._pixel_stage + self.pixel_values * max(2 * self.itemsize, self.itemsize + FLOAT32)
+        return self._pixel_stage(self._found) + self.pixel_values * max(2 * self.itemsize, self.itemsize + FLOAT32)
