@@ -12,7 +12,7 @@ import logging
 import math
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import accelerate
 import numpy as np
@@ -956,6 +956,8 @@ def test_the_decoder_survives_saving_and_lets_go_of_its_text_encoder(tmp_path):
 
 class Outer(DiffusionPipeline):
     """A pipeline that has a decoder where others have a VAE."""
+
+    _optional_components: ClassVar = ["decoder"]
 
     def __init__(self, decoder: Any = None) -> None:
         super().__init__()
