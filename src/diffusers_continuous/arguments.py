@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import inspect
 import math
+import numbers
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +16,7 @@ from typing import Any
 import torch
 from diffusers.utils import logging
 
-from .errors import RequestError, UnsupportedModelError
+from .errors import FLOAT16_ADVICE, RequestError, UnsupportedModelError
 from .request import SamplingParams
 
 logger = logging.get_logger(__name__)
@@ -22,6 +24,8 @@ logger = logging.get_logger(__name__)
 OUTPUT_TYPES = ("latent", "np", "pil", "pt")
 MAX_SEQUENCE_LENGTH = 1024
 MAX_STEPS = 1000
+MAX_PIXELS = 4096 * 4096
+MAX_SEED = 2**62  # row k uses seed + k
 # Rotary positions exist up to here: half of the larger side in 16-pixel tokens, then the text.
 MAX_ROTARY_POSITIONS = 4096
 
@@ -86,10 +90,14 @@ def check_arguments(
         UnsupportedModelError: when something attached to the pipeline would mix rows up.
     """
     check_pipeline(pipe)
-    _whole("num_inference_steps", num_inference_steps, 1, MAX_STEPS)
-    _whole("num_images_per_prompt", num_images_per_prompt, 1)
-    _whole("max_sequence_length", max_sequence_length, 1, MAX_SEQUENCE_LENGTH)
-    _whole("priority", priority)
+    num_inference_steps = _whole("num_inference_steps", num_inference_steps, 1, MAX_STEPS)
+    num_images_per_prompt = _whole("num_images_per_prompt", num_images_per_prompt, 1)
+    max_sequence_length = _whole("max_sequence_length", max_sequence_length, 1, MAX_SEQUENCE_LENGTH)
+    priority = _whole("priority", priority)
+    true_cfg_scale = _finite("true_cfg_scale", true_cfg_scale)
+    sigmas = _check_sigmas(sigmas)
+    seed = None if seed is None else _whole("seed", seed, 0, MAX_SEED)
+    callback_on_step_end_tensor_inputs = callback_on_step_end_tensor_inputs or ()
     if output_type not in OUTPUT_TYPES:
         raise RequestError(f"output_type={output_type!r} is not known; choose from {list(OUTPUT_TYPES)}")
     if request_id is not None and (not isinstance(request_id, str) or not request_id):
@@ -97,7 +105,7 @@ def check_arguments(
     height, width = _sizes(pipe, height, width)
     _check_prompts(pipe, prompt, prompt_embeds, prompt_embeds_mask)
     count = len(prompt) if isinstance(prompt, list) else 1 if prompt is not None else len(prompt_embeds)  # type: ignore[arg-type]
-    do_true_cfg = _uses_guidance(pipe, true_cfg_scale, negative_prompt, negative_prompt_embeds)
+    do_true_cfg = _uses_guidance(true_cfg_scale, negative_prompt, negative_prompt_embeds)
     negatives = _check_negative(
         pipe, count, do_true_cfg, negative_prompt, negative_prompt_embeds, negative_prompt_embeds_mask
     )
@@ -117,7 +125,7 @@ def check_arguments(
             height=height,
             width=width,
             num_inference_steps=num_inference_steps if sigmas is None else len(sigmas),
-            true_cfg_scale=float(true_cfg_scale),
+            true_cfg_scale=true_cfg_scale,
             do_true_cfg=do_true_cfg,
             max_sequence_length=max_sequence_length,
             output_type=output_type,
@@ -148,9 +156,7 @@ def check_pipeline(pipe: Any) -> None:
     """Refuse a pipeline in a state in which requests would disturb each other or come out wrong."""
     transformer = pipe.transformer
     if transformer.dtype == torch.float16:
-        raise UnsupportedModelError(
-            "float16 overflows in Qwen-Image and gives black pictures; load with dtype=torch.bfloat16"
-        )
+        raise UnsupportedModelError(FLOAT16_ADVICE)
     if getattr(transformer, "is_cache_enabled", False):
         raise UnsupportedModelError(
             "the transformer's cache hooks keep one state for all requests and would mix them up; "
@@ -167,12 +173,34 @@ def check_pipeline(pipe: Any) -> None:
 # ---------------------------------------------------------------------- pieces
 
 
-def _whole(name: str, value: Any, least: int | None = None, most: int | None = None) -> None:
-    is_whole = isinstance(value, int) and not isinstance(value, bool)
-    if is_whole and (least is None or value >= least) and (most is None or value <= most):
-        return
+def _whole(name: str, value: Any, least: int | None = None, most: int | None = None) -> int:
+    """The value as a Python int; numpy's whole numbers are welcome, a bool is not."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    is_whole = number is not None and not isinstance(value, bool)
+    if number is not None and is_whole and (least is None or number >= least) and (most is None or number <= most):
+        return number
     span = "" if least is None else f" of at least {least}" if most is None else f" from {least} to {most}"
     raise RequestError(f"{name}={value!r} must be a whole number{span}")
+
+
+def _finite(name: str, value: Any) -> float:
+    """The value as a Python float."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
+        raise RequestError(f"{name}={value!r} must be a finite number")
+    return float(value)
+
+
+def _check_sigmas(sigmas: Any) -> Any:
+    """Sigmas of any sequence or tensor, as the noise schedulers take them."""
+    if sigmas is None:
+        return None
+    sigmas = sigmas.tolist() if isinstance(sigmas, torch.Tensor) else sigmas
+    if not hasattr(sigmas, "__len__") or not 0 < len(sigmas) <= MAX_STEPS:
+        raise RequestError(f"sigmas={_shorten(sigmas)} must be a sequence of 1 to {MAX_STEPS} numbers")
+    return sigmas
 
 
 def _sizes(pipe: Any, height: Any, width: Any) -> tuple[int, int]:
@@ -180,10 +208,12 @@ def _sizes(pipe: Any, height: Any, width: Any) -> tuple[int, int]:
     unit = pipe.vae_scale_factor * 2
     default = pipe.default_sample_size * pipe.vae_scale_factor
     height, width = default if height is None else height, default if width is None else width
+    height, width = _whole("height", height), _whole("width", width)
     for name, value in (("height", height), ("width", width)):
-        _whole(name, value)
         if value < unit:
             raise RequestError(f"{name}={value} must be at least {unit} pixels")
+    if height * width > MAX_PIXELS:
+        raise RequestError(f"height={height}, width={width}: at most {MAX_PIXELS} pixels (4096x4096) in all")
     if height % unit or width % unit:
         logger.warning(
             f"`height` and `width` have to be divisible by {unit} but are {height} and {width}. "
@@ -225,10 +255,8 @@ def _check_embeds(pipe: Any, name: str, embeds: Any, mask: Any) -> None:
         raise RequestError(f"`{name}_mask` must be a {tuple(embeds.shape[:2])} tensor, not {_shorten(mask)}")
 
 
-def _uses_guidance(pipe: Any, scale: Any, negative: Any, negative_embeds: Any) -> bool:
+def _uses_guidance(scale: float, negative: Any, negative_embeds: Any) -> bool:
     """The stock rule: guidance needs a scale above 1 and a negative prompt, even an empty one."""
-    if not isinstance(scale, int | float) or isinstance(scale, bool) or not math.isfinite(scale):
-        raise RequestError(f"true_cfg_scale={scale!r} must be a finite number")
     has_negative = negative is not None or negative_embeds is not None
     if scale > 1 and not has_negative:
         logger.warning(
@@ -266,8 +294,6 @@ def _check_negative(
 def _check_noise(pipe: Any, generator: Any, latents: Any, seed: Any, num_rows: int, height: int, width: int) -> None:
     if sum(given is not None for given in (generator, latents, seed)) > 1 and seed is not None:
         raise RequestError("pass `seed` or a `generator` or `latents`, not several of them")
-    if seed is not None:
-        _whole("seed", seed, 0, 2**63 - 1 - num_rows)
     generators = generator if isinstance(generator, list) else [] if generator is None else [generator]
     if not all(isinstance(g, torch.Generator) for g in generators):
         raise RequestError(f"`generator` must be a torch.Generator or a list of them, not {_shorten(generator)}")
@@ -296,10 +322,7 @@ def _lora_scale(attention_kwargs: Any) -> float:
         return 1.0
     if not isinstance(attention_kwargs, dict) or set(attention_kwargs) != {"scale"}:
         raise RequestError(f"attention_kwargs={attention_kwargs!r}: only {{'scale': number}} is known, a LoRA scale")
-    scale = attention_kwargs["scale"]
-    if not isinstance(scale, int | float) or not math.isfinite(scale):
-        raise RequestError(f"attention_kwargs={{'scale': {scale!r}}} must be a finite number")
-    return float(scale)
+    return _finite("attention_kwargs['scale']", attention_kwargs["scale"])
 
 
 def _shorten(value: Any) -> str:

@@ -7,13 +7,14 @@ and calls no model.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from .models.interface import PackedLayout, Run, StepModel, TokenStream
+from .models.interface import SMALL_PRODUCT, PackedLayout, Run, StepModel, TokenStream
 from .request import Row, TextEmbeds
 
 
@@ -137,7 +138,15 @@ def _sorted_branches(rows: Sequence[Row]) -> tuple[Branch, ...]:
         branches.append(Branch(r, False, row.text, row.num_image_tokens))
         if row.negative_text is not None:
             branches.append(Branch(r, True, row.negative_text, row.num_image_tokens))
-    return tuple(sorted(branches, key=lambda b: (b.num_image_tokens, b.text.num_tokens)))
+    first_row: dict[object, int] = {}
+    for r, row in enumerate(rows):
+        first_row.setdefault(row.request, r)
+
+    def key(branch: Branch) -> tuple[int, ...]:
+        call = first_row[rows[branch.row].request]
+        return branch.num_image_tokens, branch.text.num_tokens, call, branch.is_negative, branch.row
+
+    return tuple(sorted(branches, key=key))
 
 
 def _packed_layout(
@@ -152,9 +161,11 @@ def _packed_layout(
     joint_index = np.empty(len(text_index) + len(image_index), dtype=np.int64)
     joint_index[text_index] = np.arange(len(text_index))
     joint_index[image_index] = np.arange(len(text_index), len(joint_index))
+    calls = _neighbours([(rows[branch.row].request, branch.is_negative) for branch in branches])
     return PackedLayout(
-        image=_stream(image_lengths, owners, device),
-        text=_stream(text_lengths, owners, device),
+        image=_stream(image_lengths, owners, calls, device),
+        text=_stream(text_lengths, owners, calls, device),
+        calls=tuple(_neighbours([row.request for row in rows])),
         joint_runs=_runs(text_lengths + image_lengths),
         joint_index=_to(joint_index, device),
         text_index=_to(text_index, device),
@@ -163,8 +174,17 @@ def _packed_layout(
     )
 
 
-def _stream(lengths: np.ndarray, owners: np.ndarray, device: torch.device) -> TokenStream:
-    return TokenStream(_runs(lengths), _to(owners, device), _to(np.repeat(owners, lengths), device))
+def _stream(lengths: np.ndarray, owners: np.ndarray, calls: Sequence[slice], device: torch.device) -> TokenStream:
+    ends = np.cumsum(lengths)
+    tokens = [slice(int(ends[c.start] - lengths[c.start]), int(ends[c.stop - 1])) for c in calls]
+    small = tuple(t for t in tokens if 0 < t.stop - t.start < min(SMALL_PRODUCT, int(ends[-1])))
+    return TokenStream(_runs(lengths), _to(owners, device), _to(np.repeat(owners, lengths), device), small)
+
+
+def _neighbours(keys: Sequence[object]) -> list[slice]:
+    """Cut into slices of neighbours with one key."""
+    cuts = [0, *(i for i in range(1, len(keys)) if keys[i] != keys[i - 1]), len(keys)]
+    return [slice(start, stop) for start, stop in itertools.pairwise(cuts)]
 
 
 def _runs(lengths: np.ndarray) -> tuple[Run, ...]:

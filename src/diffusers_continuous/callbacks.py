@@ -15,7 +15,7 @@ from .errors import RequestError
 from .models.qwen_image import split_embeds
 from .request import RequestState
 
-_SHARED_MODELS = ("vae", "text_encoder", "transformer")
+_SHARED = ("vae", "text_encoder", "transformer", "tokenizer", "encode_prompt")
 
 
 class LockedModel:
@@ -68,17 +68,15 @@ class RequestPipelineView:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._pipe, name)
-        return LockedModel(value, self._lock) if name in _SHARED_MODELS else value
+        return LockedModel(value, self._lock) if name in _SHARED else value
 
 
 class StepCallback:
-    """Runs a caller's `callback_on_step_end` over the stacked rows of its request and takes in what it returns.
+    """Runs a caller's `callback_on_step_end` over the stacked rows of its request and takes in what it changed.
 
     Args:
         function: `callback(pipe, step, timestep, callback_kwargs) -> dict`.
         view: What it sees as the pipeline.
-        embeds: (rows, tokens, dim) padded prompt embeddings as the stock pipeline would hold them, and their mask;
-            None until the prompts are encoded.
     """
 
     def __init__(self, function: Callable[..., Any], view: RequestPipelineView) -> None:
@@ -87,14 +85,17 @@ class StepCallback:
         self._mask: torch.Tensor | None = None
 
     def run(self, state: RequestState) -> dict[str, Any]:
-        """Call the callback; in the caller's thread."""
+        """Call the callback, in the caller's thread; what it returned, and what it edited in place, by name."""
         step = state.step - 1
         timestep = state.rows[0].noise_scheduler.timesteps[step]
         self._view._current_timestep = timestep
         tensors = {"latents": self._latents, "prompt_embeds": self._prompt_embeds}
-        kwargs = {name: tensors[name](state) for name in state.params.callback_tensor_inputs}
+        handed_out = {name: tensors[name](state) for name in state.params.callback_tensor_inputs}
+        versions = {name: tensor._version for name, tensor in handed_out.items()}
         with torch.no_grad():
-            return self._function(self._view, step, timestep, kwargs) or {}
+            returned = self._function(self._view, step, timestep, dict(handed_out)) or {}
+        edited = {name: tensor for name, tensor in handed_out.items() if tensor._version != versions[name]}
+        return {**edited, **returned}
 
     def apply(self, state: RequestState, result: dict[str, Any]) -> bool:
         """Put returned tensors back into the rows; True when the callback asked to stop here.

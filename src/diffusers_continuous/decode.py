@@ -34,8 +34,8 @@ def decode_latents(pipe: Any, latents: torch.Tensor, height: int, width: int) ->
     vae = pipe.vae
     z = pipe._unpack_latents(latents, height, width, pipe.vae_scale_factor).to(vae.dtype)
     mean, std = (torch.tensor(v).view(1, -1, 1, 1, 1) for v in (vae.config.latents_mean, vae.config.latents_std))
-    # Dividing by the rounded reciprocal is what the stock pipeline does; in bf16 it is not the same as multiplying.
-    z = z / (1.0 / std).to(z.device, z.dtype) + mean.to(z.device, z.dtype)
+    # Dividing by the reciprocal, rounded twice, is what the stock pipeline does; in bf16 multiplying is not the same.
+    z = z / (1.0 / std.to(z.device, z.dtype)) + mean.to(z.device, z.dtype)
     chunk = 1 if vae.use_slicing else max(1, MAX_DECODE_PIXELS // (height * width))
     return torch.cat([_decode(vae, part) for part in z.split(chunk)])
 
@@ -55,7 +55,7 @@ def _is_plain(vae: AutoencoderKLQwenImage, z: torch.Tensor) -> bool:
         if not is_bare(module) or (module._parameters and type(module) not in known):
             return False
         weight = module._parameters.get("weight")
-        if weight is not None and (weight.dtype != z.dtype or weight.device != z.device):
+        if weight is not None and (weight.dtype != z.dtype or weight.device != z.device or weight.is_inference()):
             return False
     return True
 

@@ -6,19 +6,18 @@ made, the scheduler decides, the runner runs.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import threading
 import time
-from collections import OrderedDict
+import traceback
+import weakref
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from .errors import (
-    EngineStoppedError,
-    RequestCancelledError,
-    RequestError,
-)
+from .errors import EngineStoppedError, RequestCancelledError, RequestError, StepFailedError
 from .futures import RequestFuture
 from .metrics import EngineStats, StatsRecorder
 from .request import CallbackCall, RequestOutput, RequestState, RequestStatus, SchedulerOutput
@@ -29,6 +28,17 @@ logger = logging.getLogger(__name__)
 
 # Results of `add_request` that nobody has fetched are kept, oldest dropped first.
 MAX_UNFETCHED_RESULTS = 1024
+# How often a loop that only waits for callbacks looks for streams that nobody holds any more.
+REAP_EVERY_S = 0.5
+
+_engines: weakref.WeakSet[DiffusionEngine] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    """The interpreter ends: end every loop, and wait for the step it is in."""
+    for engine in list(_engines):
+        engine.stop(hard_stop=True)
 
 
 class DiffusionEngine:
@@ -65,8 +75,10 @@ class DiffusionEngine:
         self._is_hard_stop = False
         self._is_in_step = False
         self._num_pauses = 0
-        self._callback_threads: set[int] = set()
+        self._abandoned: deque[RequestState] = deque()
+        self._mine = threading.local()  # per thread: how many pauses it holds, how many callbacks it is in
         scheduler.is_phased = runner.is_phased
+        _engines.add(self)
 
     # ------------------------------------------------------------------ life
 
@@ -83,23 +95,34 @@ class DiffusionEngine:
                 self._thread.start()
 
     def stop(self, block: bool = True, timeout: float | None = None, hard_stop: bool = False) -> None:
-        """Take no more requests; finish the accepted ones, or fail them at once with `hard_stop`.
+        """Take no more requests; finish the accepted ones (also under `pause`), or fail them at once with `hard_stop`.
 
         Args:
-            block: Wait until the loop has ended.
+            block: Wait until the loop has ended. Inside a callback, whose own request must end first, nothing waits.
             timeout: Seconds to wait at most; what is unfinished then is failed.
         """
         with self._condition:
             self._is_stopping = True
-            self._is_hard_stop |= hard_stop or self._thread is None
-            if self._thread is None:
-                self._close()
+            self._is_hard_stop |= hard_stop
+            if self._is_hard_stop:
+                self._fail_all("the engine was stopped before this request finished")
+            elif block:
+                self._fail_own_due_callbacks()
             self._condition.notify_all()
-        if block and self._thread not in (None, threading.current_thread()):
-            assert self._thread is not None
+        if self._thread is None:
+            self._close()
+        elif block and not self._is_mine():
             self._thread.join(timeout)
-            if self._thread.is_alive() and not self._is_hard_stop:
-                self.stop(hard_stop=True)
+            if self._thread.is_alive():
+                self.stop(block=False, hard_stop=True)
+
+    def _fail_own_due_callbacks(self) -> None:
+        """Requests whose callback is due in the very thread that is about to wait: nobody else would ever run it."""
+        me = threading.get_ident()
+        for state in list(self._active.values()):
+            if state.is_in_callback and state.caller_thread == me:
+                error = EngineStoppedError("the thread whose turn it was to run the callback stopped the engine")
+                self._end(state, RequestStatus.FAILED, error)
 
     def is_running(self) -> bool:
         """True while the loop takes requests."""
@@ -117,12 +140,15 @@ class DiffusionEngine:
             raise RuntimeError("the engine's own thread cannot pause it")
         with self._condition:
             self._num_pauses += 1
-            self._condition.wait_for(lambda: not self._is_in_step)
+            self._mine.num_pauses = self._held() + 1
         try:
+            with self._condition:
+                self._condition.wait_for(lambda: not self._is_in_step)
             yield
         finally:
             with self._condition:
                 self._num_pauses -= 1
+                self._mine.num_pauses -= 1
                 self._condition.notify_all()
 
     @contextlib.contextmanager
@@ -130,9 +156,10 @@ class DiffusionEngine:
         """Finish what runs, hold what waits, halt the loop for the body; waiting requests see what it changed.
 
         Raises:
-            RuntimeError: inside a callback, whose own request would have to finish first.
+            RuntimeError: where what runs could not finish first: inside a callback, under this thread's own `pause`,
+                or while a stream of this thread waits for its callback to be run.
         """
-        if threading.get_ident() in self._callback_threads or threading.current_thread() is self._thread:
+        if self._is_mine():
             raise RuntimeError("shared components cannot be changed inside callback_on_step_end: its request uses them")
         with self._exclusive_lock:
             was_holding = self.scheduler.is_holding
@@ -154,7 +181,24 @@ class DiffusionEngine:
 
     def _has_nothing_running(self) -> bool:
         is_idle = self._thread is None or not self._thread.is_alive()
-        return is_idle or not (self._is_in_step or self.scheduler.running or self.scheduler.decoding)
+        if is_idle or not (self._is_in_step or self.scheduler.running or self.scheduler.decoding):
+            return True
+        if self._held():
+            raise RuntimeError(
+                "requests are under way and this thread holds pause(): leave it, so that they can finish"
+            )
+        me = threading.get_ident()
+        if any(state.is_in_callback and state.caller_thread == me for state in self._active.values()):
+            raise RuntimeError("a stream of this thread waits for its callback to be run: finish or close it first")
+        return False
+
+    def _held(self) -> int:
+        """Pauses that this thread holds."""
+        return getattr(self._mine, "num_pauses", 0)
+
+    def _is_mine(self) -> bool:
+        """True in the loop's thread and inside a callback of one of its requests."""
+        return threading.current_thread() is self._thread or getattr(self._mine, "num_callbacks", 0) > 0
 
     # ------------------------------------------------------------------ requests
 
@@ -177,10 +221,16 @@ class DiffusionEngine:
         with self._condition:
             self.submit(state)
             self._unfetched[state.request_id] = state.future
-            while len(self._unfetched) > MAX_UNFETCHED_RESULTS:
-                dropped, _ = self._unfetched.popitem(last=False)
-                logger.warning("the result of request %r was dropped: nobody fetched it", dropped)
+            self._drop_old_results()
         return state.request_id
+
+    def _drop_old_results(self) -> None:
+        if len(self._unfetched) <= MAX_UNFETCHED_RESULTS:
+            return
+        finished = [request_id for request_id, future in self._unfetched.items() if future.final is not None]
+        for request_id in finished[: max(0, len(finished) - MAX_UNFETCHED_RESULTS)]:
+            del self._unfetched[request_id]
+            logger.warning("the result of request %r was dropped: nobody fetched it", request_id)
 
     def submit(self, state: RequestState) -> None:
         """Queue a ready-made request; its future is attached already, so nothing about it can be missed."""
@@ -189,6 +239,9 @@ class DiffusionEngine:
             if state.request_id in self._active or state.request_id in self._unfetched:
                 raise RequestError(f"request_id={state.request_id!r} is in use by another request")
             state.metrics.arrival_s = self.clock()
+            state.caller_thread = threading.get_ident()
+            # Its callback's request cannot end before it, so it must not wait for that one to end.
+            state.passes_hold = getattr(self._mine, "num_callbacks", 0) > 0
             self.scheduler.add_request(state)
             self._active[state.request_id] = state
             self._condition.notify_all()
@@ -197,10 +250,17 @@ class DiffusionEngine:
         """Cancel before its next step. False, and no effect, for a request that has ended or is not known."""
         with self._condition:
             state = self._active.get(request_id)
-            if state is None:
-                return False
-            self._end(state, RequestStatus.CANCELLED, RequestCancelledError(f"request {request_id!r} was cancelled"))
-            return True
+            return state is not None and self.cancel(state)
+
+    def cancel(self, state: RequestState) -> bool:
+        """Cancel this very request, whatever else has used its id since."""
+        error = RequestCancelledError(f"request {state.request_id!r} was cancelled")
+        with self._condition:
+            return self._end(state, RequestStatus.CANCELLED, error)
+
+    def abandon(self, state: RequestState) -> None:
+        """Cancel soon, without waiting for anything: garbage collection may call this wherever the thread stands."""
+        self._abandoned.append(state)
 
     def get_result(self, request_id: str, timeout: float | None = None) -> RequestOutput | None:
         """Wait for a request of `add_request` and take its final output; None when `timeout` seconds passed.
@@ -236,22 +296,31 @@ class DiffusionEngine:
     def stats(self) -> EngineStats:
         """A snapshot of what the engine does and did."""
         with self._condition:
-            return self._stats.snapshot(len(self.scheduler.running), self.scheduler.num_waiting)
+            num_running, num_waiting = len(self.scheduler.running), self.scheduler.num_waiting
+        return self._stats.snapshot(num_running, num_waiting)
 
     # ------------------------------------------------------------------ the loop
 
     def _busy_loop(self) -> None:
         try:
-            while (output := self._next_output()) is not None:
-                errors = self.runner.execute(output)
-                self._update(output, errors)
-                if not self.scheduler.has_requests():
-                    self.runner.release()
+            while self._step():
+                pass
         except BaseException as error:
             logger.exception("the engine's loop died")
+            traceback.clear_frames(error.__traceback__)  # their locals would keep the last batch alive
             self.fatal_error = error
         finally:
             self._close()
+
+    def _step(self) -> bool:
+        """Schedule, execute, update; False when the loop is to end. Its locals go with it, and so does the batch."""
+        output = self._next_output()
+        if output is None:
+            return False
+        self._update(output, self.runner.execute(output))
+        if not self.scheduler.has_requests():
+            self.runner.release()
+        return True
 
     def _next_output(self) -> SchedulerOutput | None:
         """Wait until there is something to do, and decide what; None when the loop is to end."""
@@ -259,58 +328,75 @@ class DiffusionEngine:
             self._is_in_step = False
             self._condition.notify_all()
             while True:
+                self._reap()
                 if self._is_hard_stop or (self._is_stopping and not self.scheduler.has_requests()):
                     return None
-                if not self._num_pauses:
+                if not self._num_pauses or self._is_stopping:
                     start = self.clock()
                     output = self.scheduler.schedule(start)
                     if not output.is_empty:
                         self._stats.add("schedule", 1e3 * (self.clock() - start))
                         self._is_in_step = True
                         return output
-                self._condition.wait()
+                self._condition.wait(REAP_EVERY_S if self.scheduler.has_requests() else None)
+
+    def _reap(self) -> None:
+        while self._abandoned:
+            self.cancel(self._abandoned.popleft())
 
     def _update(self, output: SchedulerOutput, errors: dict[Any, BaseException]) -> None:
         """Move the rows on, end what has ended, tell everybody else how far they are."""
         with self._condition:
-            stepped = dict.fromkeys(row.request for row in output.denoise)
-            live = [state for state in stepped if state.request_id in self._active]
+            live = [state for state in dict.fromkeys(row.request for row in output.denoise) if self._is_active(state)]
             for state in live:
                 state.is_in_callback = state.is_gang and not any(row in errors for row in state.rows)
             ended = self.scheduler.update_from_output(output, errors)
         for state in ended:
             self._finish(state)
         for state in live:
+            if state.streaming and not state.status.is_ending:
+                state.future.put(self._output(state))
             if state.is_in_callback:
                 state.future.put_callback(self._callback_call(state))
-            elif state.streaming and not state.status.is_ending:
-                state.future.put(self._output(state))
+
+    def _is_active(self, state: RequestState) -> bool:
+        """True until the request ends. By identity: an id may be used again."""
+        return self._active.get(state.request_id) is state
 
     def _finish(self, state: RequestState) -> None:
         """Make the final output, outside the lock: turning tensors into pictures takes time."""
-        images = None
-        if state.status is RequestStatus.FINISHED:
+        status, error, images, latents = state.status, state.error, None, None
+        if status is RequestStatus.FINISHED:
             try:
-                images = self.runner.make_output(state)
-            except Exception as error:
-                state.status, state.error = RequestStatus.FAILED, error
+                images, latents = self.runner.make_output(state), self.runner.latents_of(state)
+            except Exception as problem:
+                status = RequestStatus.FAILED
+                error = StepFailedError(f"request {state.request_id!r} failed after its decode stage: {problem}")
+                error.__cause__ = problem
         with self._condition:
-            self._end(state, state.status, state.error, images)
+            self._end(state, status, error, images, latents)
 
     def _end(
-        self, state: RequestState, status: RequestStatus, error: BaseException | None = None, images: Any = None
-    ) -> None:
-        """The one place where a request ends."""
-        if self._active.pop(state.request_id, None) is None:
-            return
+        self,
+        state: RequestState,
+        status: RequestStatus,
+        error: BaseException | None = None,
+        images: Any = None,
+        latents: Any = None,
+    ) -> bool:
+        """The one place where a request ends; False when it has ended before. Everything that can fail is done."""
+        if not self._is_active(state):
+            return False
+        del self._active[state.request_id]
         self.scheduler.remove(state)
-        state.status, state.error = status, error
+        state.status, state.error, state.callback, state.is_in_callback = status, error, None, False
         state.metrics.finish_s = self.clock()
         self._stats.add_ending(status, state.metrics)
-        state.future.finish(self._output(state, images))
+        state.future.finish(self._output(state, images, latents))
         self._condition.notify_all()
+        return True
 
-    def _output(self, state: RequestState, images: Any = None) -> RequestOutput:
+    def _output(self, state: RequestState, images: Any = None, latents: Any = None) -> RequestOutput:
         return RequestOutput(
             request_id=state.request_id,
             status=state.status,
@@ -319,7 +405,7 @@ class DiffusionEngine:
             seeds=state.seeds,
             metrics=state.metrics,
             images=images,
-            latents=self.runner.latents_of(state) if state.status is RequestStatus.FINISHED else None,
+            latents=latents,
             error=state.error,
             make_preview=None if state.status.is_ending else self.runner.preview_of(state),
         )
@@ -331,18 +417,18 @@ class DiffusionEngine:
         assert callback is not None
 
         def run() -> Any:
-            self._callback_threads.add(threading.get_ident())
+            self._mine.num_callbacks = getattr(self._mine, "num_callbacks", 0) + 1
             try:
                 return callback.run(state)
             finally:
-                self._callback_threads.discard(threading.get_ident())
+                self._mine.num_callbacks -= 1
 
         return CallbackCall(run, lambda result, error: self._on_callback_reply(state, result, error))
 
     def _on_callback_reply(self, state: RequestState, result: Any, error: BaseException | None) -> None:
         """Let the gang go on with what its callback changed; an error ends it, and it alone."""
         with self._condition:
-            if state.request_id not in self._active:
+            if not self._is_active(state):
                 return
             state.is_in_callback = False
             if error is not None:
@@ -369,22 +455,23 @@ class DiffusionEngine:
             raise EngineStoppedError(f"the engine died: {self.fatal_error!r}") from self.fatal_error
         if self._is_stopping:
             raise EngineStoppedError("the engine is stopped")
+        if self._thread is not None and not self._thread.is_alive():
+            raise EngineStoppedError("the engine's thread does not run in this process; was it forked?")
 
     def _close(self) -> None:
         """The loop is over: whoever still waits is told why."""
         with self._condition:
             self._is_in_step = False
-            if self.fatal_error is not None:
-                error = EngineStoppedError(f"the engine died: {self.fatal_error!r}")
-                error.__cause__ = self.fatal_error
-            else:
-                error = EngineStoppedError("the engine was stopped before this request finished")
             self._is_stopping = True
-            self._fail_all(error)
+            died = self.fatal_error is not None
+            self._fail_all(f"the engine died: {self.fatal_error!r}" if died else "the engine was stopped")
             self._condition.notify_all()
         with contextlib.suppress(Exception):
             self.runner.close()
 
-    def _fail_all(self, error: BaseException) -> None:
+    def _fail_all(self, reason: str) -> None:
+        """An error of its own for everybody: raising one object in many threads would pile up their tracebacks."""
         for state in list(self._active.values()):
+            error = EngineStoppedError(reason)
+            error.__cause__ = self.fatal_error
             self._end(state, RequestStatus.FAILED, error)

@@ -12,6 +12,8 @@ ContinuousBatchingError
 
 from __future__ import annotations
 
+FLOAT16_ADVICE = "float16 overflows in Qwen-Image and gives black pictures; load with dtype=torch.bfloat16"
+
 
 class ContinuousBatchingError(RuntimeError):
     """Root of all errors of this package."""

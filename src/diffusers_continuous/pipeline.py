@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import itertools
 import json
 import threading
+import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -45,8 +45,6 @@ from .scheduler import StepScheduler
 from .streams import AsyncRequestStream, RequestStream, wait
 
 logger = logging.get_logger(__name__)
-
-_request_numbers = itertools.count(1)
 
 # Methods of a pipeline that change what all requests share. They wait until nothing runs, hold what waits, and let it
 # go on with the change.
@@ -120,7 +118,7 @@ class ContinuousBatchingMixin:
             return method(**arguments)
 
         engine = DiffusionEngine(StepScheduler(config), runner, make, stats)
-        weakref.finalize(self, _stop_orphan, engine)
+        weakref.finalize(self, _stop_orphan, weakref.ref(engine)).atexit = False
         return engine
 
     @contextlib.contextmanager
@@ -185,16 +183,21 @@ class ContinuousBatchingMixin:
 
         Args:
             common: Arguments for all of them; an input's own win.
+
+        Raises:
+            RequestError: for an input that is no dict, or two with one `request_id`; nothing is submitted then.
         """
+        _check_inputs(inputs)
         engine = self._running_engine()
         states: list[RequestState | RequestOutput] = []
         try:
             for arguments in inputs:
                 states.append(self._submit_or_refuse(engine, {**common, **arguments}))
-            outputs = [s if isinstance(s, RequestOutput) else wait(engine, s) for s in states]
+            outputs = [s if isinstance(s, RequestOutput) else wait(s) for s in states]
         except BaseException:
             for state in states:
-                engine.cancel_request(state.request_id)
+                if isinstance(state, RequestState):
+                    engine.cancel(state)
             raise
         return {output.request_id: output for output in outputs}
 
@@ -219,12 +222,12 @@ class ContinuousBatchingMixin:
         engine.submit(state)
         try:
             if not show_progress:
-                return _pipeline_output(wait(engine, state), return_dict)
+                return _pipeline_output(wait(state), return_dict)
             with self.progress_bar(total=state.num_steps) as bar:
-                output = wait(engine, state, lambda out: bar.update(out.step - bar.n))
+                output = wait(state, lambda out: bar.update(out.step - bar.n))
                 return _pipeline_output(output, return_dict)
         except BaseException:
-            engine.cancel_request(state.request_id)
+            engine.cancel(state)
             raise
 
     @torch.no_grad()
@@ -275,7 +278,7 @@ class ContinuousBatchingMixin:
                 return [None] * arguments.num_rows
             limit = arguments.params.max_sequence_length
             mask = None if mask is None else mask[:, :limit]
-            texts = split_embeds(embeds[:, :limit].to(self._execution_device), mask)
+            texts = split_embeds(embeds[:, :limit].to(self._execution_device, copy=True), mask)
             repeat = arguments.num_rows // len(texts)
             return [text for text in texts for _ in range(repeat)]
 
@@ -312,6 +315,7 @@ class ContinuousBatchingMixin:
             drawn = [prepare(batch_size=1, generator=generator) for generator in generators]
             return torch.cat(drawn), list(seeds), list(generators)
         latents = prepare(batch_size=num_rows, generator=arguments.generator, latents=arguments.latents)
+        latents = latents.clone() if latents is arguments.latents else latents  # the caller may edit its own
         return latents, [None] * num_rows, self._step_generators(arguments)
 
     def _step_generators(self, arguments: CallArguments) -> list[torch.Generator | None]:
@@ -362,21 +366,25 @@ class ContinuousBatchingMixin:
     # ------------------------------------------------------------------ shared state
 
     def _exclusively(self) -> contextlib.AbstractContextManager[None]:
-        """Nothing runs inside; without a running engine there is nothing to wait for."""
+        """Nothing runs inside; without an engine there is nothing to wait for."""
         engine = self.__dict__.get("_engine")
-        return contextlib.nullcontext() if engine is None or engine.is_stopped else engine.exclusive()
+        return contextlib.nullcontext() if engine is None else engine.exclusive()
 
     def __setattr__(self, name: str, value: Any) -> None:
         is_component = name != "scheduler" and name in getattr(self, "config", {}) and name in self.__dict__
+        if is_component and name == "transformer":
+            check_transformer(value)
         with self._exclusively() if is_component else contextlib.nullcontext():
             super().__setattr__(name, value)
 
     def __getstate__(self) -> dict[str, Any]:
-        raise TypeError("a pipeline with an engine cannot be copied or pickled; build one from `pipe.components`")
+        if "_engine" in self.__dict__:
+            raise TypeError("a pipeline with an engine cannot be copied or pickled; build one from `pipe.components`")
+        return self.__dict__
 
-    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        """Save as the stock pipeline would, so that every Diffusers pipeline class loads the folder."""
-        super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
+    def save_config(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """Save the index as the stock pipeline would, so that every Diffusers pipeline class loads the folder."""
+        super().save_config(save_directory, *args, **kwargs)  # type: ignore[misc]
         index = Path(save_directory) / self.config_name
         content = json.loads(index.read_text())
         content["_class_name"] = self._stock_class_name
@@ -486,8 +494,18 @@ def _refused(request_id: str, error: Exception) -> RequestOutput:
     )
 
 
+def _check_inputs(inputs: Sequence[dict[str, Any]]) -> None:
+    for arguments in inputs:
+        if not isinstance(arguments, dict):
+            raise RequestError(f"each input is a dict of call arguments, not {type(arguments).__name__}")
+    names = [arguments["request_id"] for arguments in inputs if arguments.get("request_id") is not None]
+    twins = sorted({str(name) for name in names if names.count(name) > 1})
+    if twins:
+        raise RequestError(f"request_id={twins[0]!r} names two inputs; outputs are found by it")
+
+
 def _new_request_id() -> str:
-    return f"req-{next(_request_numbers)}"
+    return f"req-{uuid.uuid4().hex[:12]}"
 
 
 _locks_guard = threading.Lock()
@@ -499,6 +517,8 @@ def _lock_of(pipe: Any) -> threading.RLock:
         return pipe.__dict__.setdefault("_engine_lock", threading.RLock())
 
 
-def _stop_orphan(engine: DiffusionEngine) -> None:
-    """The pipeline is gone or the interpreter ends: end the loop, and wait for the step it is in."""
-    engine.stop(hard_stop=True)
+def _stop_orphan(reference: weakref.ref[DiffusionEngine]) -> None:
+    """The pipeline is gone: end its loop. Another thread does it: garbage collection calls this under any lock."""
+    engine = reference()
+    if engine is not None and not engine.is_stopped:
+        threading.Thread(target=engine.stop, kwargs={"block": False, "hard_stop": True}, daemon=True).start()

@@ -197,6 +197,8 @@ class RequestState:
     status: RequestStatus = RequestStatus.WAITING
     error: BaseException | None = None
     is_in_callback: bool = False
+    caller_thread: int | None = None
+    passes_hold: bool = False
 
     @property
     def is_gang(self) -> bool:

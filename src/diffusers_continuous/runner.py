@@ -137,11 +137,18 @@ class DiffusionModelRunner:
             errors[row] = _failure(row, Stage.DENOISE, "the prediction is not finite")
         for sharing in _grouped((row for row in good if row not in errors), lambda row: id(row.noise_scheduler)):
             self._step(sharing, predictions, errors)
+        self._check_last_latents([row for row in good if row.remaining_steps == 0 and row not in errors], errors)
         end = self._clock()
         for state in dict.fromkeys(row.request for row in rows):
             if state.metrics.first_step_s is None:
                 state.metrics.first_step_s, state.metrics.first_step_end_s = start, end
         self._stats.add_step(Stage.DENOISE, rows, start, end, num_tokens)
+
+    def _check_last_latents(self, rows: Sequence[Row], errors: Errors) -> None:
+        """No later prediction would show that the last noise-scheduler step left non-finite values."""
+        for row in _non_finite(rows, {row: row.latents for row in rows}):
+            row.step -= 1  # the step that failed is the one to name
+            errors[row] = _failure(row, Stage.DENOISE, "the latents are not finite")
 
     def _forward(self, rows: Sequence[Row]) -> list[torch.Tensor]:
         start = self._clock()

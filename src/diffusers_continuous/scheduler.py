@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from .config import ContinuousBatchingConfig
-from .errors import QueueFullError
+from .errors import QueueFullError, RequestError
 from .policy import POLICIES, Policy
 from .request import RequestState, RequestStatus, Row, SchedulerOutput, Stage
 
@@ -54,8 +54,11 @@ class StepScheduler:
 
         Raises:
             QueueFullError: when they would make more than `max_queue_size` rows wait.
+            RequestError: when they alone are more than that.
         """
         limit = self.config.max_queue_size
+        if limit and len(state.rows) > limit:
+            raise RequestError(f"a request of {len(state.rows)} rows can never wait: max_queue_size={limit}")
         if limit and self.num_waiting + len(state.rows) > limit:
             raise QueueFullError(
                 f"{len(state.rows)} more rows do not fit: {self.num_waiting} rows wait and max_queue_size={limit}"
@@ -80,16 +83,11 @@ class StepScheduler:
 
     def schedule(self, now: float) -> SchedulerOutput:
         """Decide the next step. Rows taken from `waiting` are in `running` afterwards."""
-        if not self.is_holding:
-            self._admit(now)
+        self._admit(now)
         output = SchedulerOutput(
             encode=tuple(row for row in self.running if row.stage is Stage.ENCODE and not row.is_encoded),
             decode=tuple(self.decoding),
-            denoise=tuple(
-                row
-                for row in self.running
-                if row.stage in (Stage.ENCODE, Stage.DENOISE) and not row.request.is_in_callback
-            ),
+            denoise=self._fitting(),
         )
         if self.is_phased:
             return self._one_phase(output, now)
@@ -98,19 +96,21 @@ class StepScheduler:
 
     def _admit(self, now: float) -> None:
         """Move rows from `waiting` to `running` in policy order while rows and tokens fit."""
-        room_rows = self.config.max_requests_per_batch - len(self.running)
-        if not self.waiting or room_rows <= 0:
+        running = [row for row in self.running if not row.request.is_in_callback]
+        room_rows = self.config.max_requests_per_batch - len(running)
+        waiting = [row for row in self.waiting if row.request.passes_hold] if self.is_holding else self.waiting
+        if not waiting or room_rows <= 0:
             return
-        room_tokens = self.config.max_batch_tokens - sum(row.num_tokens for row in self.running)
+        room_tokens = self.config.max_batch_tokens - sum(row.num_tokens for row in running)
         assert self.policy is not None
         passed: Row | None = None
         num_passed = 0
         admitted: set[Row] = set()
-        for leader in self.policy.order(self.waiting, self.running, now):
+        for leader in self.policy.order(waiting, running, now):
             gang = _gang(leader)
             num_tokens = sum(row.num_tokens for row in gang)
             fits = len(gang) <= room_rows and num_tokens <= room_tokens
-            if fits or not (self.running or admitted):  # what is larger than the budget runs alone
+            if fits or not (running or admitted):  # what is larger than the budget runs alone
                 admitted.add(leader)
                 self.running.extend(gang)
                 room_rows -= len(gang)
@@ -125,6 +125,21 @@ class StepScheduler:
                 break
         if admitted:
             self.waiting[:] = [row for row in self.waiting if row not in admitted]
+
+    def _fitting(self) -> tuple[Row, ...]:
+        """Running rows that take part now. A gang's place is free while its callback runs, and may be taken then."""
+        rows: list[Row] = []
+        num_tokens = 0
+        for leader in self.running:
+            gang = _gang(leader)
+            if leader is not gang[0] or leader.request.is_in_callback or leader.stage is Stage.DECODE:
+                continue
+            gang_tokens = sum(row.num_tokens for row in gang)
+            fits_rows = len(rows) + len(gang) <= self.config.max_requests_per_batch
+            if not rows or (fits_rows and num_tokens + gang_tokens <= self.config.max_batch_tokens):
+                rows.extend(gang)
+                num_tokens += gang_tokens
+        return tuple(rows)
 
     def _one_phase(self, output: SchedulerOutput, now: float) -> SchedulerOutput:
         """Keep one kind of work: denoise while there is a batch, but let nobody wait longer than `max_phase_s`."""

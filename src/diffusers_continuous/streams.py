@@ -45,7 +45,7 @@ class RequestStream:
     def close(self) -> None:
         """Cancel the request unless it has ended; no effect the second time."""
         self._is_over = True
-        self._engine.cancel_request(self._state.request_id)
+        self._engine.cancel(self._state)
 
     def __enter__(self) -> RequestStream:
         return self
@@ -55,7 +55,7 @@ class RequestStream:
 
     def __del__(self) -> None:
         if not self._is_over:
-            self.close()
+            self._engine.abandon(self._state)
 
 
 class AsyncRequestStream:
@@ -114,9 +114,7 @@ class AsyncRequestStream:
         self._stream.close()
 
 
-def wait(
-    engine: DiffusionEngine, state: RequestState, on_output: Callable[[RequestOutput], None] | None = None
-) -> RequestOutput:
+def wait(state: RequestState, on_output: Callable[[RequestOutput], None] | None = None) -> RequestOutput:
     """Wait for the final output, running due callbacks here, in the caller's thread."""
     while True:
         event = state.future.take()
@@ -135,5 +133,7 @@ def _answer(call: CallbackCall) -> None:
         result = call.run()
     except BaseException as error:
         call.reply(None, error)
+        if not isinstance(error, Exception):  # Ctrl-C is meant for the caller, whatever it waits for
+            raise
     else:
         call.reply(result, None)

@@ -20,6 +20,12 @@ if TYPE_CHECKING:
     from ..request import RequestState, Row
 
 
+# A float32 product of fewer rows than this may add up in another order than a larger one (on a CPU: 1 to 3 rows, and up
+# to 11 where threads share them). What the stock pipeline computes in one small product is computed in the same one
+# here, so that not even the last bit of a picture depends on its neighbours.
+SMALL_PRODUCT = 12
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Run:
     """Neighbouring rows of one length: tokens `start:stop` viewed as (num_rows, length, ...)."""
@@ -44,11 +50,13 @@ class TokenStream:
         runs: The stream cut into runs of equal-length rows.
         modulation_index: (rows,) which row of the modulation table belongs to each row.
         token_modulation_index: (tokens,) the same per token, for streams of too many runs.
+        small_calls: The tokens of each pipeline call that has only a few in this stream; see `SMALL_PRODUCT`.
     """
 
     runs: tuple[Run, ...]
     modulation_index: torch.Tensor
     token_modulation_index: torch.Tensor
+    small_calls: tuple[slice, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,6 +69,7 @@ class PackedLayout:
         joint_index: (tokens,) joint order as indices into [all text tokens, all image tokens].
         text_index, image_index: Where the text and image tokens lie in the joint order.
         rotary: (tokens, head_dim / 2) complex64 in joint order.
+        calls: The rows of the modulation table that belong to one pipeline call each.
         kept: What the model works out once for this batch; ends with it.
     """
 
@@ -71,6 +80,7 @@ class PackedLayout:
     text_index: torch.Tensor
     image_index: torch.Tensor
     rotary: torch.Tensor
+    calls: tuple[slice, ...]
     kept: dict[Any, Any] = field(default_factory=dict)
 
     @property

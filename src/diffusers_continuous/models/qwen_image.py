@@ -18,7 +18,7 @@ from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
 
 from ..attention import AttentionBackend
 from ..decode import LatentPreview, decode_latents
-from ..errors import EngineStoppedError, UnsupportedModelError
+from ..errors import FLOAT16_ADVICE, EngineStoppedError, UnsupportedModelError
 from ..hooks import model_offload_hook
 from ..request import RequestState, Row, Stage, TextEmbeds
 from .qwen_image_transformer import (
@@ -161,14 +161,29 @@ class QwenImageStepModel:
 
     def _encode(self, prompts: list[str], max_sequence_length: int) -> list[TextEmbeds]:
         self._make_room(Stage.ENCODE)
-        embeds, mask = self._pipe.encode_prompt(prompt=prompts, max_sequence_length=max_sequence_length)
-        texts = split_embeds(embeds, mask)
-        for prompt, text in zip(prompts, texts, strict=True):
+        texts: dict[str, TextEmbeds] = {}
+        for together in self._encodable_together(prompts):
+            embeds, mask = self._pipe.encode_prompt(prompt=together, max_sequence_length=max_sequence_length)
+            texts.update(zip(together, split_embeds(embeds, mask), strict=True))
+        for prompt, text in texts.items():
             if text.num_tokens == max_sequence_length:
                 logger.warning(
                     "a prompt of %d characters was cut to max_sequence_length=%d tokens", len(prompt), text.num_tokens
                 )
-        return texts
+        return [texts[prompt] for prompt in prompts]
+
+    def _encodable_together(self, prompts: list[str]) -> list[list[str]]:
+        """All of them; in float32, where a padded neighbour would change the last bits, those of one length."""
+        pipe = self._pipe
+        if pipe.text_encoder.dtype != torch.float32:
+            return [prompts]
+        lengths = [
+            len(ids) for ids in pipe.tokenizer([pipe.prompt_template_encode.format(p) for p in prompts]).input_ids
+        ]
+        groups: dict[int, list[str]] = {}
+        for prompt, length in zip(prompts, lengths, strict=True):
+            groups.setdefault(length, []).append(prompt)
+        return list(groups.values())
 
     def _lookup(self, prompt: str | None, length: int, fresh: dict[tuple[str, int], TextEmbeds]) -> TextEmbeds:
         assert prompt is not None
@@ -205,6 +220,8 @@ class QwenImageStepModel:
         """Bring along the rows that waited while the pipeline was moved to another device or cast to another dtype."""
         if not rows:
             return
+        if self._pipe.transformer.dtype == torch.float16:
+            raise UnsupportedModelError(FLOAT16_ADVICE)
         device = self.device
         for row in rows:
             # Its own dtype when it was submitted: the encoder's for a prompt, the transformer's for given embeddings.

@@ -116,6 +116,11 @@ def check_rows_stay_apart(transformer: QwenImageTransformer2DModel) -> None:
                 f"the attention processor {processor.__name__} does not know packed rows; "
                 "remove it with pipe.transformer.set_attn_processor(QwenDoubleStreamAttnProcessor2_0())"
             )
+        if block.attn.processor._attention_backend is not None:
+            raise UnsupportedModelError(
+                "transformer.set_attention_backend has no effect on packed rows: call its reset_attention_backend() "
+                "and choose with ContinuousBatchingConfig(attention_backend=...)"
+            )
         if has_stateful_hooks(block) or has_stateful_hooks(block.attn):
             raise UnsupportedModelError(
                 "the transformer's cache hooks keep one state for all requests and would mix them up; "
@@ -166,19 +171,20 @@ def _packed_transformer(
     attention_kwargs: dict[str, Any] | None = None,
 ) -> torch.Tensor:
     """(image tokens, channels), (text tokens, joint dim), (rows,) -> predicted noise (image tokens, channels)."""
-    image = self.img_in(hidden_states)  # (image tokens, dim)
-    text = self.txt_in(self.txt_norm(encoder_hidden_states))  # (text tokens, dim)
-    temb = _embed_time(self.time_text_embed, timestep.to(image.dtype), image)  # (rows, dim)
+    layout = packed.layout
+    image = _by_call(self.img_in, hidden_states, layout.image)  # (image tokens, dim)
+    text = _by_call(self.txt_in, self.txt_norm(encoder_hidden_states), layout.text)  # (text tokens, dim)
+    temb = _embed_time(self.time_text_embed, timestep.to(image.dtype), image, layout)  # (rows, dim)
     for block in self.transformer_blocks:
         text, image = block(hidden_states=image, encoder_hidden_states=text, temb=temb, packed=packed)
-    return self.proj_out(self.norm_out(image, temb, packed=packed))
+    return _by_call(self.proj_out, self.norm_out(image, temb, packed=packed), layout.image)
 
 
 def _norm_out_forward(self: AdaLayerNormContinuous, *args: Any, packed: Packed | None = None, **kwargs: Any) -> Any:
     if packed is None:
         return _stock_norm_out_forward(self, *args, **kwargs)
     image, temb = args
-    scale, shift = _one_by_one(self.linear, self.silu(temb).to(image.dtype)).chunk(2, dim=-1)
+    scale, shift = _rows_by_call(self.linear, self.silu(temb).to(image.dtype), packed.layout).chunk(2, dim=-1)
     return _modulate(self.norm(image), shift, scale, packed.layout.image)
 
 
@@ -198,8 +204,8 @@ def _packed_block(
     """The stock block, modulation once per request row: (text, image) tokens -> (text, image) tokens."""
     layout = packed.layout
     # Six (rows, dim) each: shift, scale and gate of attention, then of the MLP.
-    image_mod = _conditioning(self.img_mod, temb).chunk(6, dim=-1)
-    text_mod = _conditioning(self.txt_mod, temb).chunk(6, dim=-1)
+    image_mod = _conditioning(self.img_mod, temb, layout).chunk(6, dim=-1)
+    text_mod = _conditioning(self.txt_mod, temb, layout).chunk(6, dim=-1)
 
     image_in = _modulate(self.img_norm1(hidden_states), image_mod[0], image_mod[1], layout.image)
     text_in = _modulate(self.txt_norm1(encoder_hidden_states), text_mod[0], text_mod[1], layout.text)
@@ -210,8 +216,9 @@ def _packed_block(
     image = _add_gated(hidden_states, image_mod[2], image_attn, layout.image)
     text = _add_gated(encoder_hidden_states, text_mod[2], text_attn, layout.text)
 
-    image_mlp = self.img_mlp(_modulate(self.img_norm2(image), image_mod[3], image_mod[4], layout.image))
-    text_mlp = self.txt_mlp(_modulate(self.txt_norm2(text), text_mod[3], text_mod[4], layout.text))
+    image_in = _modulate(self.img_norm2(image), image_mod[3], image_mod[4], layout.image)
+    text_in = _modulate(self.txt_norm2(text), text_mod[3], text_mod[4], layout.text)
+    image_mlp, text_mlp = _by_call(self.img_mlp, image_in, layout.image), _by_call(self.txt_mlp, text_in, layout.text)
     image = _add_gated(image, image_mod[5], image_mlp, layout.image)
     text = _add_gated(text, text_mod[5], text_mlp, layout.text)
     return text, image
@@ -229,46 +236,60 @@ def _packed_attention(
     """Joint attention inside each row: (image tokens, dim), (text tokens, dim) -> the same two."""
     layout = packed.layout
     can_merge = is_plain and packed.can_merge
-    image_qkv = _project(attn, ("to_q", "to_k", "to_v"), image, layout, can_merge)
-    text_qkv = _project(attn, ("add_q_proj", "add_k_proj", "add_v_proj"), text, layout, can_merge)
+    image_qkv = _project(attn, ("to_q", "to_k", "to_v"), image, layout, layout.image, can_merge)
+    text_qkv = _project(attn, ("add_q_proj", "add_k_proj", "add_v_proj"), text, layout, layout.text, can_merge)
     norms = ((attn.norm_added_q, attn.norm_q), (attn.norm_added_k, attn.norm_k))
     q, k = (
-        torch.cat([_rms_norm(norm_t, t, is_plain), _rms_norm(norm_i, i, is_plain)])
+        _joined(_rms_norm(norm_t, t, is_plain), _rms_norm(norm_i, i, is_plain), layout)
         for (norm_t, norm_i), t, i in zip(norms, text_qkv[:2], image_qkv[:2], strict=True)
     )
-    v = torch.cat([text_qkv[2], image_qkv[2]])
-    q, k, v = (x.index_select(0, layout.joint_index) for x in (q, k, v))  # (tokens, heads, head_dim), joint order
+    v = _joined(text_qkv[2], image_qkv[2], layout)  # (tokens, heads, head_dim), joint order
     out = packed.attention.forward(_rotate(q, layout.rotary), _rotate(k, layout.rotary), v, layout.joint_runs)
-    image_out = attn.to_out[0](out.index_select(0, layout.image_index))
-    return attn.to_out[1](image_out), attn.to_add_out(out.index_select(0, layout.text_index))
+    text_out, image_out = _parted(out, layout)
+    image_out = attn.to_out[1](_by_call(attn.to_out[0], image_out, layout.image))
+    return image_out, _by_call(attn.to_add_out, text_out, layout.text)
 
 
 # ---------------------------------------------------------------------- pieces
 
 
-def _embed_time(module: Any, timestep: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
+def _embed_time(module: Any, timestep: torch.Tensor, image: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
     """The stock time embedding, (rows,) -> (rows, dim)."""
     embedder = module.timestep_embedder
     if not (is_bare(module) and is_bare(embedder)) or embedder.cond_proj is not None or embedder.post_act is not None:
         return module(timestep, image)
-    hidden = _one_by_one(embedder.linear_1, module.time_proj(timestep).to(image.dtype))
-    return _one_by_one(embedder.linear_2, embedder.act(hidden))
+    hidden = _rows_by_call(embedder.linear_1, module.time_proj(timestep).to(image.dtype), layout)
+    return _rows_by_call(embedder.linear_2, embedder.act(hidden), layout)
 
 
-def _conditioning(module: Any, temb: torch.Tensor) -> torch.Tensor:
+def _conditioning(module: Any, temb: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
     """The stock modulation table, `Linear(SiLU(temb))`: (rows, dim) -> (rows, 6 * dim)."""
-    return _one_by_one(module[1], module[0](temb)) if is_bare(module) else module(temb)
+    return _rows_by_call(module[1], module[0](temb), layout) if is_bare(module) else module(temb)
 
 
-def _one_by_one(linear: Any, x: torch.Tensor) -> torch.Tensor:
-    """`linear(x)` with each row summed as if it were alone: (rows, in) -> (rows, out).
-
-    A float32 product of one to three rows adds up in another order than one of many. These are the only products over
-    rows instead of tokens, so with this a row's numbers do not depend on its neighbours, to the last bit on a CPU.
-    """
-    if len(x) == 1 or x.dtype != torch.float32 or type(linear) is not nn.Linear or not is_bare(linear):
+def _rows_by_call(linear: Any, x: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
+    """`linear(x)` over (rows, in), each pipeline call's rows summed as if it were alone; see `SMALL_PRODUCT`."""
+    if len(layout.calls) == 1 or x.dtype != torch.float32 or type(linear) is not nn.Linear or not is_bare(linear):
         return linear(x)
-    return torch.bmm(x[:, None], linear.weight.t().expand(len(x), -1, -1))[:, 0] + linear.bias
+    if torch.compiler.is_compiling() or linear.bias is None:
+        return linear(x)
+    # One row at a time for calls of one picture, in one product.
+    out = torch.bmm(x[:, None], linear.weight.t().expand(len(x), -1, -1))[:, 0] + linear.bias
+    for call in layout.calls:
+        if call.stop - call.start > 1:
+            out[call] = linear(x[call])
+    return out
+
+
+def _by_call(function: Any, x: torch.Tensor, stream: TokenStream) -> torch.Tensor:
+    """`function(x)` over (tokens, in), the few tokens of a small call computed as if alone; see `SMALL_PRODUCT`."""
+    out = function(x)
+    if not stream.small_calls or x.dtype != torch.float32 or torch.compiler.is_compiling():
+        return out
+    if not isinstance(function, nn.Module) or is_bare(function):
+        for tokens in stream.small_calls:
+            out[tokens] = function(x[tokens])
+    return out
 
 
 def _modulate(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor, stream: TokenStream) -> torch.Tensor:
@@ -292,6 +313,8 @@ def _per_row(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`operation(x, t)` with t the row of the (rows, dim) table that belongs to each token of (tokens, dim) x."""
+    if len(table) == 1:  # one request, guided or not: the same row for every token
+        return operation(x, table, out=out)
     if len(stream.runs) > MAX_BROADCAST_RUNS or torch.compiler.is_compiling():
         return operation(x, table.index_select(0, stream.token_modulation_index))
     out = torch.empty_like(x) if out is None else out
@@ -303,15 +326,21 @@ def _per_row(
 
 
 def _project(
-    attn: Attention, names: tuple[str, str, str], x: torch.Tensor, layout: PackedLayout, can_merge: bool
+    attn: Attention,
+    names: tuple[str, str, str],
+    x: torch.Tensor,
+    layout: PackedLayout,
+    stream: TokenStream,
+    can_merge: bool,
 ) -> tuple[torch.Tensor, ...]:
     """q, k and v: (tokens, heads, head_dim) each."""
     head_dim = attn.inner_dim // attn.heads
     linears = [getattr(attn, name) for name in names]
     merged = _merged(layout, linears) if can_merge else None
     if merged is None:
-        return tuple(linear(x).unflatten(-1, (-1, head_dim)) for linear in linears)
-    return F.linear(x, *merged).unflatten(-1, (3, -1, head_dim)).unbind(1)
+        return tuple(_by_call(linear, x, stream).unflatten(-1, (-1, head_dim)) for linear in linears)
+    qkv = _by_call(lambda part: F.linear(part, *merged), x, stream)
+    return qkv.unflatten(-1, (3, -1, head_dim)).unbind(1)
 
 
 def _merged(layout: PackedLayout, linears: list[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -321,7 +350,8 @@ def _merged(layout: PackedLayout, linears: list[nn.Linear]) -> tuple[torch.Tenso
     by an edit that leaves address and version as they were (`weight.data += delta`).
     """
     first = linears[0].weight
-    if torch.compiler.is_compiling() or 3 * first.numel() * first.element_size() > MAX_MERGED_BYTES // 16:
+    is_large = 3 * first.numel() * first.element_size() > MAX_MERGED_BYTES // 16
+    if torch.compiler.is_compiling() or is_large or first.is_inference():  # inference tensors count no versions
         return None
     version = tuple((t.data_ptr(), t._version) for linear in linears for t in (linear.weight, linear.bias))
     kept = layout.kept.get(linears[0])
@@ -341,6 +371,20 @@ def _is_plain(attn: Attention) -> bool:
         and all(type(linear) is nn.Linear and type(linear.weight) is nn.Parameter for linear in linears)
         and all(is_bare(module) for module in (*linears, *norms) if module is not None)
     )
+
+
+def _joined(text: torch.Tensor, image: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
+    """Text and image tokens in joint order, each row's text before its image."""
+    joint = torch.cat([text, image])
+    return joint if layout.num_rows == 1 else joint.index_select(0, layout.joint_index)
+
+
+def _parted(joint: torch.Tensor, layout: PackedLayout) -> tuple[torch.Tensor, torch.Tensor]:
+    """Text and image tokens out of the joint order."""
+    if layout.num_rows == 1:
+        text, image = joint.split([len(layout.text_index), len(layout.image_index)])
+        return text, image
+    return joint.index_select(0, layout.text_index), joint.index_select(0, layout.image_index)
 
 
 def _rms_norm(norm: Any, x: torch.Tensor, is_plain: bool) -> torch.Tensor:
