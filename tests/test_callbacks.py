@@ -22,7 +22,7 @@ def test_it_sees_what_the_stock_callback_sees_in_its_own_thread(pipe, stock):
             seen_threads.add(threading.get_ident())
             assert view.num_timesteps == 5
             assert view.guidance_scale is None
-            assert float(view.current_timestep if hasattr(view, "_view") else timestep) == float(timestep)
+            assert float(view.current_timestep) == float(timestep)
             return {}
 
         return callback

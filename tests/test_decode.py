@@ -43,7 +43,8 @@ def test_it_steps_aside_or_agrees_where_something_hangs_on_the_vae(what, monkeyp
     pipe = load_stock(torch.bfloat16 if what == "bf16" else torch.float32)
     calls = []
     decode_vae = pipe.vae.decode
-    latents = torch.randn(2, 64, 64, generator=generator(0)).to(pipe.vae.dtype)
+    side = 320 if what == "tiling" else 128  # tiles begin above 256 pixels
+    latents = torch.randn(2, (side // 16) ** 2, 64, generator=generator(0)).to(pipe.vae.dtype)
     if what == "tiling":
         pipe.vae.enable_tiling()
     elif what == "slicing":
@@ -51,21 +52,27 @@ def test_it_steps_aside_or_agrees_where_something_hangs_on_the_vae(what, monkeyp
     elif what == "a hook":
         pipe.vae.decoder.register_forward_hook(lambda *_: calls.append("hook"))
     monkeypatch.setattr(pipe.vae, "decode", lambda *a, **k: calls.append("decode") or decode_vae(*a, **k))
-    ours = decode_latents(pipe, latents, 128, 128)
-    assert ours.shape == (2, 3, 128, 128)
+    ours = decode_latents(pipe, latents, side, side)
+    assert ours.shape == (2, 3, side, side)
     assert ours.abs().max() <= 1
     assert ("hook" in calls) == (what == "a hook")
     assert ("decode" in calls) == (what in ("a hook", "tiling"))
-    pipe.vae.disable_tiling()
-    pipe.vae.disable_slicing()
-    z = pipe._unpack_latents(latents, 128, 128, 8)
+    z = pipe._unpack_latents(latents, side, side, 8)
     mean, std = (
         torch.tensor(v).view(1, -1, 1, 1, 1).to(z.dtype)
         for v in (pipe.vae.config.latents_mean, pipe.vae.config.latents_std)
     )
-    expected = torch.cat([stock_decode(pipe.vae, (row / (1.0 / std) + mean)[:, :, 0]) for row in z.split(1)])
-    tolerance = 0.05 if what == "bf16" else 1e-4
-    assert (ours - expected).float().abs().max() < tolerance
+    expected = torch.cat([stock_decode(pipe.vae, (row / (1.0 / std) + mean)[:, :, 0]) for row in z.split(1)]).clamp(
+        -1, 1
+    )
+    if what != "bf16":
+        assert (ours - expected).abs().max() < 1e-4
+        return
+    exact_vae = load_stock().vae  # bf16 has no right answer of its own: both are held against float32
+    exact = torch.cat(
+        [stock_decode(exact_vae, (row.float() * std.float() + mean.float())[:, :, 0]) for row in z.split(1)]
+    )
+    assert (ours - exact).pow(2).mean().sqrt() <= 1.1 * (expected - exact).pow(2).mean().sqrt()
 
 
 def test_decodes_do_not_pile_up(pipe, monkeypatch):

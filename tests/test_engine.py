@@ -67,9 +67,9 @@ def test_a_started_engine_that_idled_serves_and_uses_no_cpu_meanwhile(pipe):
     engine.start()
     pipe("a ring", **SMALL)
     before = engine.stats()
-    cpu = time.process_time()
-    threading.Event().wait(0.5)
-    assert time.process_time() - cpu < 0.05  # nothing polls; the stated limit, 1 % of a core, is in the benchmark
+    cpu, wall = time.process_time(), time.monotonic()
+    threading.Event().wait(1.0)
+    assert time.process_time() - cpu < 0.01 * (time.monotonic() - wall)  # under 1 % of a core
     assert engine.stats().num_steps == before.num_steps
     assert pipe("a ring", **SMALL).images.shape == (1, 16, 64)
 

@@ -42,7 +42,7 @@ def decode_latents(pipe: Any, latents: torch.Tensor, height: int, width: int) ->
 
 def _decode(vae: AutoencoderKLQwenImage, z: torch.Tensor) -> torch.Tensor:
     if not _is_plain(vae, z):
-        return vae.decode(z, return_dict=False)[0][:, :, 0]
+        return vae.decode(z, return_dict=False)[0][:, :, 0].clamp(-1.0, 1.0)  # the stock tiled decode does not
     return FrameDecoder()(vae, z[:, :, 0])
 
 

@@ -106,7 +106,7 @@ class DiffusionEngine:
             self._is_hard_stop |= hard_stop
             if self._is_hard_stop:
                 self._fail_all("the engine was stopped before this request finished")
-            elif block:
+            elif block and not self._is_mine():
                 self._fail_own_due_callbacks()
             self._condition.notify_all()
         if self._thread is None:
@@ -329,7 +329,7 @@ class DiffusionEngine:
             self._condition.notify_all()
             while True:
                 self._reap()
-                if self._is_hard_stop or (self._is_stopping and not self.scheduler.has_requests()):
+                if self._is_hard_stop or (self._is_stopping and not self._active):
                     return None
                 if not self._num_pauses or self._is_stopping:
                     start = self.clock()
@@ -338,7 +338,7 @@ class DiffusionEngine:
                         self._stats.add("schedule", 1e3 * (self.clock() - start))
                         self._is_in_step = True
                         return output
-                self._condition.wait(REAP_EVERY_S if self.scheduler.has_requests() else None)
+                self._condition.wait(REAP_EVERY_S if self._active else None)
 
     def _reap(self) -> None:
         while self._abandoned:
