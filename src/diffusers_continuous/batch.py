@@ -176,8 +176,9 @@ def _packed_layout(
 
 def _stream(lengths: np.ndarray, owners: np.ndarray, calls: Sequence[slice], device: torch.device) -> TokenStream:
     ends = np.cumsum(lengths)
-    tokens = [slice(int(ends[c.start] - lengths[c.start]), int(ends[c.stop - 1])) for c in calls]
-    small = tuple(t for t in tokens if 0 < t.stop - t.start < min(SMALL_PRODUCT, int(ends[-1])))
+    call_lengths = np.array([int(lengths[call].sum()) for call in calls])
+    limit = min(SMALL_PRODUCT, int(ends[-1]))
+    small = tuple(run for run in _runs(call_lengths) if run.length < limit)
     return TokenStream(_runs(lengths), _to(owners, device), _to(np.repeat(owners, lengths), device), small)
 
 

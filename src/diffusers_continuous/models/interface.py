@@ -50,13 +50,14 @@ class TokenStream:
         runs: The stream cut into runs of equal-length rows.
         modulation_index: (rows,) which row of the modulation table belongs to each row.
         token_modulation_index: (tokens,) the same per token, for streams of too many runs.
-        small_calls: The tokens of each pipeline call that has only a few in this stream; see `SMALL_PRODUCT`.
+        small_calls: The pipeline calls that have only a few tokens in this stream, neighbours of one length together;
+            see `SMALL_PRODUCT`.
     """
 
     runs: tuple[Run, ...]
     modulation_index: torch.Tensor
     token_modulation_index: torch.Tensor
-    small_calls: tuple[slice, ...] = ()
+    small_calls: tuple[Run, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -218,7 +218,8 @@ def _packed_block(
 
     image_in = _modulate(self.img_norm2(image), image_mod[3], image_mod[4], layout.image)
     text_in = _modulate(self.txt_norm2(text), text_mod[3], text_mod[4], layout.text)
-    image_mlp, text_mlp = _by_call(self.img_mlp, image_in, layout.image), _by_call(self.txt_mlp, text_in, layout.text)
+    image_mlp = _feed_forward(self.img_mlp, image_in, layout.image)
+    text_mlp = _feed_forward(self.txt_mlp, text_in, layout.text)
     image = _add_gated(image, image_mod[5], image_mlp, layout.image)
     text = _add_gated(text, text_mod[5], text_mlp, layout.text)
     return text, image
@@ -281,15 +282,31 @@ def _rows_by_call(linear: Any, x: torch.Tensor, layout: PackedLayout) -> torch.T
     return out
 
 
-def _by_call(function: Any, x: torch.Tensor, stream: TokenStream) -> torch.Tensor:
-    """`function(x)` over (tokens, in), the few tokens of a small call computed as if alone; see `SMALL_PRODUCT`."""
-    out = function(x)
-    if not stream.small_calls or x.dtype != torch.float32 or torch.compiler.is_compiling():
-        return out
-    if not isinstance(function, nn.Module) or is_bare(function):
-        for tokens in stream.small_calls:
-            out[tokens] = function(x[tokens])
+def _by_call(linear: Any, x: torch.Tensor, stream: TokenStream) -> torch.Tensor:
+    """`linear(x)` over (tokens, in), the few tokens of a small call computed as if alone; see `SMALL_PRODUCT`."""
+    out = linear(x)
+    if stream.small_calls and type(linear) is nn.Linear and is_bare(linear):
+        _redo_small_calls(linear.weight, linear.bias, x, out, stream)
     return out
+
+
+def _redo_small_calls(
+    weight: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor, out: torch.Tensor, stream: TokenStream
+) -> None:
+    if x.dtype != torch.float32 or bias is None or torch.compiler.is_compiling():
+        return
+    for run in stream.small_calls:
+        shape, part = (run.num_rows, run.length), slice(run.start, run.stop)
+        for tokens, result in zip(x[part].unflatten(0, shape), out[part].unflatten(0, shape), strict=True):
+            torch.addmm(bias, tokens, weight.t(), out=result)
+
+
+def _feed_forward(mlp: Any, x: torch.Tensor, stream: TokenStream) -> torch.Tensor:
+    """The stock block's MLP, (tokens, dim) -> (tokens, dim)."""
+    if not stream.small_calls or not (is_bare(mlp) and is_bare(mlp.net[0])):
+        return mlp(x)
+    hidden = mlp.net[0].gelu(_by_call(mlp.net[0].proj, x, stream))
+    return _by_call(mlp.net[2], mlp.net[1](hidden), stream)
 
 
 def _modulate(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor, stream: TokenStream) -> torch.Tensor:
@@ -339,7 +356,8 @@ def _project(
     merged = _merged(layout, linears) if can_merge else None
     if merged is None:
         return tuple(_by_call(linear, x, stream).unflatten(-1, (-1, head_dim)) for linear in linears)
-    qkv = _by_call(lambda part: F.linear(part, *merged), x, stream)
+    qkv = F.linear(x, *merged)
+    _redo_small_calls(*merged, x, qkv, stream)
     return qkv.unflatten(-1, (3, -1, head_dim)).unbind(1)
 
 
