@@ -217,6 +217,19 @@ def test_while_the_text_encoder_is_there_waiting_prompts_are_encoded_too():
     assert kinds == ["encode", "denoise", "denoise", "denoise"]
 
 
+def test_texts_encoded_ahead_are_forgotten_when_the_encoder_may_have_changed():
+    sched = StepScheduler(ContinuousBatchingConfig(max_requests_per_batch=1), is_phased=True)
+    for name in "ab":
+        sched.add_request(request(name, steps=1, output_type="latent"))
+    run_step(sched)
+    (ahead,) = sched.waiting
+    assert ahead.is_encoded
+    sched.forget_texts()
+    assert not ahead.is_encoded
+    run_step(sched)  # a is denoised
+    assert names(run_step(sched)[0].encode) == ["b"]
+
+
 def test_a_long_queue_of_rows_that_do_not_fit_is_not_searched_to_its_end():
     looked_at = []
 

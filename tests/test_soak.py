@@ -24,7 +24,8 @@ def live_tensor_bytes() -> int:
     gc.collect()
     storages = {}
     for thing in gc.get_objects():
-        if issubclass(type(thing), torch.Tensor):  # isinstance would ask lazy modules for their class
+        # By exact type: isinstance would ask lazy modules for their class, and compilers leave tensors without memory.
+        if type(thing) in (torch.Tensor, torch.nn.Parameter) and thing.device.type != "meta":
             storage = thing.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())

@@ -173,6 +173,7 @@ class DiffusionEngine:
                     finally:
                         if not self.is_stopped:
                             self.runner.reset()
+                            self.scheduler.forget_texts()
                             self.scheduler.is_phased = self.runner.is_phased
             finally:
                 with self._condition:

@@ -39,6 +39,7 @@ from .errors import EngineStoppedError, RequestError
 from .futures import RequestFuture
 from .metrics import StatsRecorder
 from .models.qwen_image import QwenImageStepModel, check_transformer, split_embeds
+from .models.qwen_image_transformer import check_rows_stay_apart
 from .request import RequestMetrics, RequestOutput, RequestState, RequestStatus, Row, TextEmbeds
 from .runner import DiffusionModelRunner
 from .scheduler import StepScheduler
@@ -240,6 +241,7 @@ class ContinuousBatchingMixin:
         for name in kwargs:
             check_known("argument", name, CALL_ARGUMENTS, RequestError)
         arguments = check_arguments(self, *args, **kwargs)
+        check_rows_stay_apart(self.transformer)
         state = RequestState(
             request_id=arguments.request_id or _new_request_id(),
             params=arguments.params,

@@ -70,6 +70,13 @@ class StepScheduler:
         for queue in (self.waiting, self.running, self.decoding):
             queue[:] = [row for row in queue if row.request is not state]
 
+    def forget_texts(self) -> None:
+        """The text encoder may have changed: waiting prompts that were encoded ahead are encoded again."""
+        for row in (row for leader in self.waiting for row in _gang(leader)):
+            row.text = row.text if row.prompt is None else None
+            row.negative_text = row.negative_text if row.negative_prompt is None else None
+            row.stage = Stage.ENCODE
+
     def has_requests(self) -> bool:
         """True while any row waits, runs or is to be decoded."""
         return bool(self.waiting or self.running or self.decoding)
