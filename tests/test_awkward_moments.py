@@ -190,7 +190,7 @@ def test_a_call_inside_a_callback_runs_even_in_a_full_or_held_batch(make_pipe, s
     assert in_callback.wait(WAIT_S)
     moving = in_thread(pipe.to, "cpu")  # waits for the outer call, and holds newcomers meanwhile
     while not pipe._engine.scheduler.is_holding:
-        pass
+        go_on.wait(0.001)
     go_on.set()
     assert_latents_equal(outer.outcome().images, stock("a ring", generator=generator(0), **SMALL).images)
     assert moving.outcome() is pipe
@@ -246,7 +246,7 @@ def test_an_unread_stream_with_a_callback_blocks_nothing_for_ever(pipe):
     def unread_then(act):
         stream = pipe.stream("a ring", callback_on_step_end=lambda *_: {}, **SMALL)
         while not stream._state.is_in_callback:
-            pass
+            threading.Event().wait(0.001)
         return act(stream)
 
     moved = in_thread(unread_then, lambda stream: pipe.to("cpu")).outcome()

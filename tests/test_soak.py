@@ -70,7 +70,7 @@ def run_all(pipe: Any, to_cancel: set[int]) -> tuple[list[Any], EngineStats]:
 
     def cancel() -> None:
         waiting = sorted(to_cancel)
-        while waiting and not results_are_in.is_set():
+        while waiting and not results_are_in.wait(0.002):  # without a pause it would keep the engine's lock busy
             waiting = [number for number in waiting if not engine.cancel_request(f"soak-{number}")]
 
     canceller = threading.Thread(target=cancel)
