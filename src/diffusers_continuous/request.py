@@ -284,5 +284,5 @@ class RequestOutput:
 
     @property
     def preview(self) -> list[Image.Image] | None:
-        """One small picture per row of what the model expects so far; worked out when asked for, without the VAE."""
+        """One small picture per row of what the model expects so far; worked out when asked for, undecoded."""
         return None if self.make_preview is None else self.make_preview()

@@ -136,7 +136,7 @@ class StepModel(Protocol):
         ...
 
     def preview(self, moment: Any) -> Any:
-        """A small picture of a moment, worked out without the VAE."""
+        """A small picture of a moment, worked out without decoding it."""
         ...
 
     def make_output(self, state: RequestState) -> Any:

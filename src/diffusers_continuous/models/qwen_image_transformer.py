@@ -42,7 +42,7 @@ from .interface import PackedLayout, TokenStream
 MAX_BROADCAST_RUNS = 4
 # A merged q/k/v weight is a copy. It pays where calls are small and many; at Qwen-Image's width (6.8 GB of copies)
 # one product fills the device anyway.
-MAX_MERGED_BYTES = 64 * 2**20
+MAX_MERGED_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -368,7 +368,7 @@ def _merged(layout: PackedLayout, linears: list[nn.Linear]) -> tuple[torch.Tenso
     by an edit that leaves address and version as they were (`weight.data += delta`).
     """
     first = linears[0].weight
-    is_large = 3 * first.numel() * first.element_size() > MAX_MERGED_BYTES // 16
+    is_large = 3 * first.numel() * first.element_size() > MAX_MERGED_BYTES
     if torch.compiler.is_compiling() or is_large or first.is_inference():  # inference tensors count no versions
         return None
     version = tuple((t.data_ptr(), t._version) for linear in linears for t in (linear.weight, linear.bias))
