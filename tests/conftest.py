@@ -65,9 +65,11 @@ def make_pipe(components: dict[str, Any]) -> Iterator[Callable[..., ContinuousBa
     """Builds pipelines over shared (or, with `fresh=True`, own) components; stops their engines afterwards."""
     made: list[ContinuousBatchingPipeline] = []
 
-    def make(fresh: bool = False, dtype: torch.dtype = torch.float32, **options: Any) -> ContinuousBatchingPipeline:
+    def make(
+        fresh: bool = False, dtype: torch.dtype = torch.float32, decoder: Any = None, **options: Any
+    ) -> ContinuousBatchingPipeline:
         parts = load_stock(dtype).components if fresh or dtype != torch.float32 else components
-        pipe = ContinuousBatchingPipeline(**parts, default_sample_size=16)
+        pipe = ContinuousBatchingPipeline(**parts, default_sample_size=16, decoder=decoder)
         pipe.set_progress_bar_config(disable=True)
         if options:
             pipe.init_continuous_batching(**options)

@@ -29,6 +29,7 @@ PATH = [
     "models",
     "attention",
     "decode",
+    "pid",
 ]
 NOUNS = {
     "arguments",

@@ -16,12 +16,14 @@ from typing import Any
 import torch
 from diffusers.utils import logging
 
+from .config import check_known
 from .errors import FLOAT16_ADVICE, RequestError, UnsupportedModelError
 from .request import SamplingParams
 
 logger = logging.get_logger(__name__)
 
 OUTPUT_TYPES = ("latent", "np", "pil", "pt")
+DECODERS = ("pid", "vae")
 MAX_SEQUENCE_LENGTH = 1024
 MAX_STEPS = 1000
 MAX_PIXELS = 4096 * 4096
@@ -82,6 +84,9 @@ def check_arguments(
     priority: int = 0,
     request_id: str | None = None,
     seed: int | None = None,
+    decoder: str | None = None,
+    early_stop_steps: int | None = None,
+    early_stop_at: int | None = None,
 ) -> CallArguments:
     """The call's arguments, checked and spread over rows. Same names and order as the stock `__call__`.
 
@@ -114,6 +119,9 @@ def check_arguments(
     limit = MAX_ROTARY_POSITIONS - max_sequence_length
     if max(height, width) // 32 > limit:
         raise RequestError(f"height={height}, width={width}: no side may be longer than {limit * 32} pixels")
+    num_steps = num_inference_steps if sigmas is None else len(sigmas)
+    decoder = _decoder(pipe, decoder, prompt)
+    early_stop_steps = _early_stop(decoder, num_steps, early_stop_steps, early_stop_at)
     _check_noise(pipe, generator, latents, seed, num_rows, height, width)
     _check_callback(pipe, callback_on_step_end, callback_on_step_end_tensor_inputs)
     if guidance_scale is not None:
@@ -124,11 +132,13 @@ def check_arguments(
         params=SamplingParams(
             height=height,
             width=width,
-            num_inference_steps=num_inference_steps if sigmas is None else len(sigmas),
+            num_inference_steps=num_steps,
             true_cfg_scale=true_cfg_scale,
             do_true_cfg=do_true_cfg,
             max_sequence_length=max_sequence_length,
             output_type=output_type,
+            decoder=decoder,
+            early_stop_steps=early_stop_steps,
             lora_scale=_lora_scale(attention_kwargs),
             priority=priority,
             callback_tensor_inputs=tuple(callback_on_step_end_tensor_inputs),
@@ -306,6 +316,34 @@ def _check_noise(pipe: Any, generator: Any, latents: Any, seed: Any, num_rows: i
         raise RequestError(f"`latents` must be a packed {shape} tensor for this size, not {_shorten(latents)}")
     if not bool(torch.isfinite(latents).all()):
         raise RequestError("`latents` has non-finite values")
+
+
+def _decoder(pipe: Any, name: Any, prompt: Any) -> str:
+    """Which decoder makes the pictures: the one that was asked for, else the pipeline's own."""
+    own = getattr(pipe, "decoder", None)
+    name = name if name is not None else "vae" if own is None else "pid"
+    check_known("decoder", name, DECODERS, RequestError)
+    if name == "vae":
+        return "vae"
+    if own is None:
+        raise RequestError("decoder='pid' needs a PiDDecoder: load the pipeline with decoder=PiDDecoder...")
+    if prompt is None:
+        raise RequestError("decoder='pid' reads the prompt itself, with its own text encoder: pass `prompt`")
+    if own.text_encoder is None:
+        raise RequestError("decoder='pid' needs the decoder's text encoder, which is not loaded")
+    return "pid"
+
+
+def _early_stop(decoder: str, num_steps: int, steps: Any, at: Any) -> int:
+    """Denoising steps to leave out."""
+    if steps is not None and at is not None:
+        raise RequestError("pass `early_stop_steps` or `early_stop_at`, not both")
+    if at is not None:
+        steps = num_steps - _whole("early_stop_at", at, 1, num_steps)
+    steps = 0 if steps is None else _whole("early_stop_steps", steps, 0, num_steps - 1)
+    if steps and decoder == "vae":
+        raise RequestError(f"stopping {steps} steps early leaves noise that only decoder='pid' takes away")
+    return steps
 
 
 def _check_callback(pipe: Any, callback: Any, names: Any) -> None:

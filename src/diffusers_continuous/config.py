@@ -27,6 +27,8 @@ class ContinuousBatchingConfig:
         batch_layout: How the tokens of a batch lie in memory. `"packed"`: one sequence without padding.
         attention_backend: `"auto"` picks by device; else a name of `attention.available_backends()`.
         prompt_cache_size: Most prompts whose embeddings are kept for the next request that uses them.
+        max_decode_bytes: Most bytes that one step of a decoder of several steps (PiD) may need beside its weights; a
+            larger one is done in chunks of patches. 0 means no limit.
         max_phase_s: With `enable_model_cpu_offload` only: longest time in seconds that a finished picture or a new
             prompt waits for the denoising batch to drain before the components are swapped.
     """
@@ -38,6 +40,7 @@ class ContinuousBatchingConfig:
     batch_layout: str = "auto"
     attention_backend: str = "auto"
     prompt_cache_size: int = 128
+    max_decode_bytes: int = 0
     max_phase_s: float = 30.0
 
     def __post_init__(self) -> None:
@@ -46,6 +49,7 @@ class ContinuousBatchingConfig:
             ("max_batch_tokens", 1),
             ("max_queue_size", 0),
             ("prompt_cache_size", 0),
+            ("max_decode_bytes", 0),
         ):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:

@@ -1,4 +1,4 @@
-"""Latents to pictures: the VAE's decoder for single frames, and a cheap preview that leaves the VAE alone.
+"""Latents to pictures: the VAE's decoder for single frames, PiD step by step, and a preview that needs neither.
 
 For a single frame the VAE's causal 3-D convolutions multiply two frames of zeros, so a 2-D convolution with the last
 temporal tap is the same sum. `FrameDecoder` is that form; it steps aside where anything else hangs on the VAE.
@@ -6,6 +6,9 @@ temporal tap is the same sum. `FrameDecoder` is that form; it steps aside where 
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,6 +26,8 @@ from PIL import Image
 from torch import nn
 
 from .hooks import is_bare
+from .pid import LatentFeatures, PiDDecoder, PiDScheduler
+from .request import Row
 
 # Pixels decoded together: enough to fill a device with small pictures, and no more than one 1024 x 1024 picture, so
 # that many requests finishing at once do not multiply the decode's peak memory.
@@ -100,6 +105,97 @@ def _norm(norm: QwenImageRMS_norm, x: torch.Tensor) -> torch.Tensor:
     """The stock norm over channels; its gamma has one axis too many for a single frame."""
     wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
     return F.normalize(wide, dim=1).to(x.dtype) * norm.scale * norm.gamma.view(-1, 1, 1)
+
+
+@dataclass(slots=True, eq=False)
+class PiDState:
+    """What a row keeps between two steps of its PiD decode; every tensor has a batch of one."""
+
+    sample: torch.Tensor
+    features: LatentFeatures
+    sigma: torch.Tensor
+    prompt_embeds: torch.Tensor
+    negative_prompt_embeds: torch.Tensor | None
+    noise_scheduler: PiDScheduler
+    generator: torch.Generator
+
+
+class PiDStage:
+    """Takes rows through `PiDDecoder`'s steps, many rows in one forward, each with its own step, noise and caption.
+
+    A row gets what `decoder(latents=..., prompt=..., sigma=..., generator=...)` makes of it alone.
+
+    Args:
+        max_bytes: Most bytes that a step may need beside the weights; 0 for no limit.
+    """
+
+    def __init__(self, max_bytes: int = 0) -> None:
+        self._max_bytes = max_bytes
+
+    def begin(self, decoder: PiDDecoder, row: Row, embeds: torch.Tensor, negative_embeds: torch.Tensor | None) -> None:
+        """Draw the row's noise and encode its latents, whose noise level is that of the row's own schedule.
+
+        `embeds` and `negative_embeds` are (1, tokens, width) captions; the latter only where guidance is used.
+        """
+        assert row.decode_seed is not None
+        params, transformer = row.request.params, decoder.transformer
+        latents = decoder.unpack_latents(row.latents[None], params.height, params.width)
+        height, width = transformer.output_size(latents)
+        with_heads = self._chunk(decoder, height, width, 1, embeds.shape[1]) is None
+        generator = torch.Generator().manual_seed(row.decode_seed)
+        noise_scheduler = copy.deepcopy(decoder.scheduler)
+        noise_scheduler.set_timesteps(row.num_decode_steps, latents.device, height, width)
+        row.decode_state = PiDState(
+            sample=decoder.prepare_noise(1, height, width, generator),
+            features=transformer.encode_latents(latents, height, width, with_heads=with_heads),
+            sigma=row.noise_scheduler.sigmas[row.step].to(latents.device, torch.float32).view(1),
+            prompt_embeds=embeds,
+            negative_prompt_embeds=negative_embeds,
+            noise_scheduler=noise_scheduler,
+            generator=generator,
+        )
+
+    def step(self, decoder: PiDDecoder, rows: Sequence[Row]) -> None:
+        """One step of rows of one size that have begun; sets `image` of those for which it was the last.
+
+        Raises:
+            ArithmeticError: when a prediction is not finite; no row has moved then.
+        """
+        states: list[PiDState] = [row.decode_state for row in rows]
+        velocities = self._predict(decoder, rows, states)
+        if not bool(velocities.isfinite().all()):
+            raise ArithmeticError("the decoder's result is not finite")
+        for row, state, velocity in zip(rows, states, velocities.split(1), strict=True):
+            timestep = state.noise_scheduler.timesteps[row.decode_step]
+            stepped = state.noise_scheduler.step(velocity, timestep, state.sample, state.generator, return_dict=False)
+            state.sample = stepped[0]
+            row.decode_step += 1
+            if row.decode_step == row.num_decode_steps:
+                row.image, row.decode_state = state.sample[0].clamp(-1, 1), None
+
+    def _predict(self, decoder: PiDDecoder, rows: Sequence[Row], states: Sequence[PiDState]) -> torch.Tensor:
+        """(rows, 3, height, width) velocities, each row at its own time."""
+        sample = torch.cat([state.sample for state in states])
+        timestep = torch.stack(
+            [state.noise_scheduler.timesteps[row.decode_step] for row, state in zip(rows, states, strict=True)]
+        )
+        negatives = [state.negative_prompt_embeds for state in states if state.negative_prompt_embeds is not None]
+        embeds = torch.cat([state.prompt_embeds for state in states])
+        return decoder.predict(
+            sample,
+            timestep,
+            LatentFeatures.stack([state.features for state in states]),
+            torch.cat([state.sigma for state in states]),
+            embeds,
+            torch.cat(negatives) if negatives else None,
+            decoder.default_guidance_scale,
+            self._chunk(decoder, sample.shape[2], sample.shape[3], len(rows), embeds.shape[1]),
+        )
+
+    def _chunk(self, decoder: PiDDecoder, height: int, width: int, batch: int, text_length: int) -> int | None:
+        if not self._max_bytes:
+            return None
+        return decoder.transformer.choose_chunk(height, width, batch, self._max_bytes, text_length)
 
 
 class LatentPreview:

@@ -407,6 +407,8 @@ class DiffusionEngine:
             metrics=state.metrics,
             images=images,
             latents=latents,
+            decode_seeds=state.decode_seeds,
+            final_sigmas=None if latents is None else state.final_sigmas,
             error=state.error,
             make_preview=None if state.status.is_ending else self.runner.preview_of(state),
         )

@@ -15,7 +15,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -35,11 +35,12 @@ from .attention import get_backend
 from .callbacks import RequestPipelineView, StepCallback
 from .config import ContinuousBatchingConfig, check_known, resolve_config
 from .engine import DiffusionEngine
-from .errors import EngineStoppedError, RequestError
+from .errors import EngineStoppedError, RequestError, UnsupportedModelError
 from .futures import RequestFuture
 from .metrics import StatsRecorder
 from .models.qwen_image import QwenImageStepModel, check_transformer, split_embeds
 from .models.qwen_image_transformer import check_rows_stay_apart
+from .pid import PiDDecoder
 from .request import RequestMetrics, RequestOutput, RequestState, RequestStatus, Row, TextEmbeds
 from .runner import DiffusionModelRunner
 from .scheduler import StepScheduler
@@ -68,6 +69,18 @@ _CHANGES_SHARED_STATE = (
 )
 
 
+# Those of them that the stock pipeline does not pass on to a pipeline inside it.
+_REACHES_THE_DECODER = (
+    "enable_group_offload",
+    "enable_model_cpu_offload",
+    "enable_sequential_cpu_offload",
+    "maybe_free_model_hooks",
+    "remove_all_hooks",
+    "reset_device_map",
+    "to",
+)
+
+
 class ContinuousBatchingMixin:
     """Gives a Qwen-Image pipeline an engine. Mix it in before the stock class.
 
@@ -79,9 +92,11 @@ class ContinuousBatchingMixin:
 
     if TYPE_CHECKING:  # what the stock class brings
         config_name: str
+        decoder: PiDDecoder | None
         scheduler: Any
         text_encoder: Any
         transformer: Any
+        vae_scale_factor: int
         _execution_device: torch.device
         prepare_latents: Callable[..., torch.Tensor]
         progress_bar: Callable[..., Any]
@@ -108,7 +123,8 @@ class ContinuousBatchingMixin:
 
     def _make_engine(self, config: ContinuousBatchingConfig) -> DiffusionEngine:
         stats = StatsRecorder()
-        model = QwenImageStepModel(self, get_backend(config.attention_backend), config.prompt_cache_size)
+        backend = get_backend(config.attention_backend)
+        model = QwenImageStepModel(self, backend, config.prompt_cache_size, config.max_decode_bytes)
         runner = DiffusionModelRunner(model, self._execution_device, stats)
         make_request = weakref.WeakMethod(self._make_request)
 
@@ -249,6 +265,7 @@ class ContinuousBatchingMixin:
         )
         texts, negative_texts = self._given_embeds(arguments)
         latents, seeds, generators = self._draw_latents(arguments)
+        num_decode_steps = self._prepare_decoder(arguments)
         state.rows = tuple(
             Row(
                 request=state,
@@ -256,13 +273,15 @@ class ContinuousBatchingMixin:
                 num_image_tokens=latents.shape[1],
                 latents=latents[index],
                 noise_scheduler=noise_scheduler,
-                num_steps=len(noise_scheduler.timesteps),
+                num_steps=len(noise_scheduler.timesteps) - arguments.params.early_stop_steps,
                 prompt=arguments.prompts[index],
                 negative_prompt=arguments.negative_prompts[index],
                 text=texts[index],
                 negative_text=negative_texts[index],
                 seed=seeds[index],
                 generator=generators[index],
+                decode_seed=None if arguments.params.decoder == "vae" else _decode_seed(generators[index]),
+                num_decode_steps=num_decode_steps,
             )
             for index, noise_scheduler in enumerate(self._noise_schedulers(arguments, latents.shape[1]))
         )
@@ -339,6 +358,21 @@ class ContinuousBatchingMixin:
         seeds = [int(torch.randint(0, 2**62, (), dtype=torch.int64, generator=g, device=g.device)) for g in rows]
         return [torch.Generator(device=self._execution_device).manual_seed(seed) for seed in seeds]
 
+    def _prepare_decoder(self, arguments: CallArguments) -> int:
+        """Steps of the decoder that was asked for; refuses or warns about what it cannot do well."""
+        params, decoder = arguments.params, self.decoder
+        if params.decoder == "vae" or decoder is None:
+            return 1
+        transformer = decoder.transformer
+        height, width = (
+            side // self.vae_scale_factor * transformer.spatial_scale for side in (params.height, params.width)
+        )
+        transformer.warn_if_untrained_size(height, width)
+        max_bytes = self.__dict__["_config_of_engine"].max_decode_bytes
+        if max_bytes:
+            transformer.choose_chunk(height, width, 1, max_bytes)  # refuses what does not fit at all
+        return decoder.default_num_inference_steps
+
     def _noise_schedulers(self, arguments: CallArguments, image_seq_len: int) -> list[Any]:
         """A copy of the pipeline's noise scheduler per row, its timesteps set; a gang's rows share one."""
         noise_scheduler = copy.deepcopy(self.scheduler)
@@ -376,6 +410,8 @@ class ContinuousBatchingMixin:
         is_component = name != "scheduler" and name in getattr(self, "config", {}) and name in self.__dict__
         if is_component and name == "transformer":
             check_transformer(value)
+        if is_component and name == "decoder":
+            check_decoder(value, self.transformer, self.vae_scale_factor)
         with self._exclusively() if is_component else contextlib.nullcontext():
             super().__setattr__(name, value)
 
@@ -396,7 +432,10 @@ class ContinuousBatchingMixin:
 def _exclusive_method(name: str) -> Callable[..., Any]:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         with self._exclusively():
-            return getattr(super(ContinuousBatchingMixin, self), name)(*args, **kwargs)
+            result = getattr(super(ContinuousBatchingMixin, self), name)(*args, **kwargs)
+            if name in _REACHES_THE_DECODER and self.decoder is not None:
+                getattr(self.decoder, name)(*args, **kwargs)
+            return result
 
     stock = getattr(QwenImagePipeline, name)
     return functools.wraps(stock)(method)
@@ -412,7 +451,11 @@ class ContinuousBatchingPipeline(ContinuousBatchingMixin, QwenImagePipeline):
     Args:
         default_sample_size: Latent size of a picture whose size is not given, in 8-pixel units; the stock default
             (128, a 1024-pixel picture) when None.
+        decoder: Makes the pictures in place of the VAE, `sr_scale` times larger, for every request that does not ask
+            for `decoder="vae"`.
     """
+
+    _optional_components: ClassVar = [*QwenImagePipeline._optional_components, "decoder"]
 
     def __init__(
         self,
@@ -422,9 +465,12 @@ class ContinuousBatchingPipeline(ContinuousBatchingMixin, QwenImagePipeline):
         tokenizer: Qwen2Tokenizer,
         transformer: QwenImageTransformer2DModel,
         default_sample_size: int | None = None,
+        decoder: PiDDecoder | None = None,
     ) -> None:
         check_transformer(transformer)
         super().__init__(scheduler, vae, text_encoder, tokenizer, transformer)
+        check_decoder(decoder, transformer, self.vae_scale_factor)
+        self.register_modules(decoder=decoder)
         if default_sample_size is not None:
             self.default_sample_size = default_sample_size
         self.register_to_config(default_sample_size=default_sample_size)
@@ -456,6 +502,9 @@ class ContinuousBatchingPipeline(ContinuousBatchingMixin, QwenImagePipeline):
         priority: int = 0,
         request_id: str | None = None,
         seed: int | None = None,
+        decoder: str | None = None,
+        early_stop_steps: int | None = None,
+        early_stop_at: int | None = None,
     ) -> QwenImagePipelineOutput | tuple[Any]:
         """Generate, together with everybody else's requests, and return what `QwenImagePipeline` returns.
 
@@ -466,6 +515,12 @@ class ContinuousBatchingPipeline(ContinuousBatchingMixin, QwenImagePipeline):
             request_id: A name for cancelling and for error texts; made up when None.
             seed: Row k draws its noise from `seed + k`. Without `seed`, `generator` and `latents` a seed is drawn
                 from torch's default generator, so `torch.manual_seed` repeats.
+            decoder: `"vae"`, or `"pid"`: the pipeline's PiDDecoder, whose pictures are `sr_scale` times larger than
+                `height` x `width`. Its own noise comes from a seed of its own, which `RequestOutput` reports. By
+                default the pipeline's PiDDecoder where there is one, else the VAE.
+            early_stop_steps: Leave out so many of the last denoising steps; `decoder="pid"` takes away what noise is
+                left, knowing how much it is from this call's own schedule.
+            early_stop_at: The same, told as the number of steps to take.
 
         Raises:
             RequestError: for a bad argument, with the value and the limit.
@@ -474,6 +529,34 @@ class ContinuousBatchingPipeline(ContinuousBatchingMixin, QwenImagePipeline):
         """
         arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         return self._call(**arguments)
+
+
+def check_decoder(decoder: PiDDecoder | None, transformer: QwenImageTransformer2DModel, vae_scale_factor: int) -> None:
+    """Refuse a decoder of other latents than the transformer's.
+
+    Raises:
+        UnsupportedModelError: says what differs.
+    """
+    if decoder is None:
+        return
+    config = decoder.transformer.config
+    has = config.lq_latent_channels, config.latent_spatial_down_factor
+    needs = transformer.config.in_channels // 4, vae_scale_factor
+    if has != needs:
+        raise UnsupportedModelError(
+            f"the decoder takes latents of {has[0]} channels and {has[1]} pixels a cell; this pipeline's have "
+            f"{needs[0]} and {needs[1]}"
+        )
+
+
+def _decode_seed(generator: torch.Generator | None) -> int:
+    """A seed for a row's decoder: the next number of the row's own generator, which is left as it is."""
+    if generator is not None:
+        twin = torch.Generator(device=generator.device)
+        twin.set_state(generator.get_state())
+        generator = twin
+    device = "cpu" if generator is None else generator.device
+    return int(torch.randint(0, 2**62, (), dtype=torch.int64, generator=generator, device=device))
 
 
 def _pipeline_output(output: RequestOutput, return_dict: bool) -> QwenImagePipelineOutput | tuple[Any]:

@@ -60,6 +60,8 @@ class SamplingParams:
     do_true_cfg: bool
     max_sequence_length: int = 512
     output_type: str = "pil"
+    decoder: str = "vae"
+    early_stop_steps: int = 0
     lora_scale: float = 1.0
     priority: int = 0
     callback_tensor_inputs: tuple[str, ...] = ("latents",)
@@ -89,7 +91,9 @@ class TextEmbeds:
 class Row:
     """One picture on its way: its latents, its own noise scheduler, its text, its place in the schedule.
 
-    `latents` is (image tokens, channels); `image` is (3, height, width) in -1..1 once decoded.
+    `latents` is (image tokens, channels); `image` is (3, height, width) in -1..1 once decoded. `num_steps` are the
+    denoising steps to be done, which are fewer than the noise scheduler's when the request stops early.
+    `decode_state` is what a decoder of several steps keeps between them.
     """
 
     request: RequestState
@@ -104,10 +108,14 @@ class Row:
     negative_text: TextEmbeds | None = None
     seed: int | None = None
     generator: torch.Generator | None = None
+    decode_seed: int | None = None
+    num_decode_steps: int = 1
     stage: Stage = Stage.ENCODE
     step: int = 0
+    decode_step: int = 0
     num_bypassed: int = 0
     noise_pred: torch.Tensor | None = None
+    decode_state: Any = None
     image: torch.Tensor | None = None
     row_id: int = field(default_factory=lambda: next(_row_ids))
 
@@ -212,13 +220,23 @@ class RequestState:
 
     @property
     def num_steps(self) -> int:
-        """Denoising steps of the schedule."""
+        """Denoising steps to be done."""
         return self.rows[0].num_steps
 
     @property
     def seeds(self) -> list[int | None]:
         """The seed of each row; None where the caller gave a generator or the latents."""
         return [row.seed for row in self.rows]
+
+    @property
+    def decode_seeds(self) -> list[int | None]:
+        """The decode seed of each row; None for a decoder that draws no noise."""
+        return [row.decode_seed for row in self.rows]
+
+    @property
+    def final_sigmas(self) -> list[float]:
+        """Noise level that each row's own schedule leaves in its latents now: 0 after the last of its steps."""
+        return [float(row.noise_scheduler.sigmas[row.step]) for row in self.rows]
 
     @property
     def is_done(self) -> bool:
@@ -262,6 +280,8 @@ class RequestOutput:
         images: All pictures of the call in stock order, in the asked `output_type`; None until finished.
         latents: (rows, image tokens, channels) as they stood at the end; None until finished.
         seeds: Each row's seed; None for a row whose noise came from the caller.
+        decode_seeds: Each row's seed of the decoder's own noise; None where the decoder draws none.
+        final_sigmas: Noise level of each row's `latents`, 0 unless stopped early; None until finished.
         error: Why the request has no pictures, when it has none.
         finished: True for the last output of a request, whatever its status.
     """
@@ -274,6 +294,8 @@ class RequestOutput:
     metrics: RequestMetrics
     images: Any = None
     latents: torch.Tensor | None = None
+    decode_seeds: list[int | None] = field(default_factory=list)
+    final_sigmas: list[float] | None = None
     error: BaseException | None = None
     make_preview: Callable[[], list[Image.Image]] | None = field(default=None, repr=False)
 

@@ -64,7 +64,7 @@ class DiffusionModelRunner:
         with self.lock, torch.no_grad(), self._on_device():
             if output.encode:
                 self._timed(Stage.ENCODE, output.encode, self._model.prepare_encode, errors)
-            for rows in _grouped(output.decode, lambda row: (row.request.params.height, row.request.params.width)):
+            for rows in _grouped(output.decode, _decodes_as):
                 self._timed(Stage.DECODE, rows, self._decode, errors)
             denoise = _grouped((row for row in output.denoise if row not in errors), _lora_scale)
             for rows in denoise:
@@ -118,8 +118,8 @@ class DiffusionModelRunner:
 
     def _decode(self, rows: Sequence[Row]) -> None:
         self._model.post_decode(rows)
-        images = torch.stack([row.image.float().sum() for row in rows if row.image is not None])
-        if not bool(torch.isfinite(images).all()):
+        sums = [row.image.float().sum() for row in rows if row.image is not None]
+        if sums and not bool(torch.isfinite(torch.stack(sums)).all()):
             raise ArithmeticError("the decoded picture has non-finite pixels")
 
     def _denoise(self, rows: Sequence[Row], errors: Errors) -> None:
@@ -211,6 +211,11 @@ def _grouped(rows: Iterable[Row], key: Callable[[Row], Hashable]) -> list[list[R
     return list(groups.values())
 
 
+def _decodes_as(row: Row) -> tuple[str, int, int]:
+    params = row.request.params
+    return params.decoder, params.height, params.width
+
+
 def _lora_scale(row: Row) -> float:
     return row.request.params.lora_scale
 
@@ -225,6 +230,8 @@ def _non_finite(rows: Sequence[Row], predictions: dict[Row, torch.Tensor]) -> li
 
 def _failure(row: Row, stage: Stage, reason: str, cause: BaseException | None = None) -> StepFailedError:
     where = f"step {row.step + 1} of {row.num_steps}" if stage is Stage.DENOISE else f"its {stage.value} stage"
+    if stage is Stage.DECODE and row.num_decode_steps > 1:
+        where = f"step {row.decode_step + 1} of {row.num_decode_steps} of {where}"
     error = StepFailedError(f"request {row.request.request_id!r}, row {row.index}, failed in {where}: {reason}")
     error.__cause__ = cause
     return error

@@ -1,7 +1,8 @@
 """Which rows run in the next step. Talks of ids, stages, steps, tokens and seconds; never imports torch.
 
 A row goes ENCODE -> DENOISE -> DECODE -> DONE. It holds a place in the batch from its encoding until its last
-denoising step; decoding needs no place, so the next row moves up at once.
+denoising step; decoding needs no place, so the next row moves up at once. Decoders of several steps take turns with
+the denoising, one step of theirs for one step of everybody else.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ MAX_BYPASSED = 16
 MAX_LOOKED_AT = 64
 # With model offload: how many waiting rows are encoded while the text encoder is on the device anyway.
 MAX_ENCODED_AHEAD = 16
+# Image tokens whose decoding steps are taken together: small pictures share a forward, large ones (1,024 tokens are
+# 512 x 512 pixels before a decoder's own scale) would only make everybody else wait longer for their next step.
+MAX_DECODE_TOKENS = 1024
 
 
 @dataclass(slots=True)
@@ -41,6 +45,7 @@ class StepScheduler:
     running: list[Row] = field(default_factory=list)
     decoding: list[Row] = field(default_factory=list)
     is_holding: bool = False
+    _is_denoising_due: bool = False
     _phase_since: float | None = None
 
     def __post_init__(self) -> None:
@@ -93,13 +98,27 @@ class StepScheduler:
         self._admit(now)
         output = SchedulerOutput(
             encode=tuple(row for row in self.running if row.stage is Stage.ENCODE and not row.is_encoded),
-            decode=tuple(self.decoding),
+            decode=self._next_decodes(),
             denoise=self._fitting(),
         )
         if self.is_phased:
             return self._one_phase(output, now)
-        # Finished pictures go out before the others' next step, not after it.
-        return SchedulerOutput(decode=output.decode) if output.decode else output
+        # Finished pictures go out before the others' next step, not after it; a decoder of many steps takes turns.
+        is_long = any(row.num_decode_steps > 1 for row in output.decode)
+        if output.decode and not (is_long and self._is_denoising_due and (output.encode or output.denoise)):
+            self._is_denoising_due = is_long
+            return SchedulerOutput(decode=output.decode)
+        self._is_denoising_due = False
+        return SchedulerOutput(encode=output.encode, denoise=output.denoise)
+
+    def _next_decodes(self) -> tuple[Row, ...]:
+        """Everything that one step finishes; else the first row's next step, shared with others of its size."""
+        quick = [row for row in self.decoding if row.num_decode_steps == 1]
+        if quick or not self.decoding:
+            return tuple(quick)
+        first = self.decoding[0]
+        alike = [row for row in self.decoding if _size(row) == _size(first)]
+        return tuple(alike[: max(1, MAX_DECODE_TOKENS // first.num_image_tokens)])
 
     def _admit(self, now: float) -> None:
         """Move rows from `waiting` to `running` in policy order while rows and tokens fit."""
@@ -151,6 +170,8 @@ class StepScheduler:
     def _one_phase(self, output: SchedulerOutput, now: float) -> SchedulerOutput:
         """Keep one kind of work: denoise while there is a batch, but let nobody wait longer than `max_phase_s`."""
         denoise = tuple(row for row in output.denoise if row.is_encoded)
+        if any(row.decode_step for row in output.decode):
+            return SchedulerOutput(decode=output.decode)  # what it needs is on the device
         others_wait = bool(output.encode or output.decode)
         if not others_wait:
             self._phase_since = None
@@ -211,6 +232,10 @@ class StepScheduler:
         if not state.status.is_ending:
             state.status = RequestStatus.FINISHED if state.is_done else RequestStatus.RUNNING
         return state.status.is_ending
+
+
+def _size(row: Row) -> tuple[int, int]:
+    return row.request.params.height, row.request.params.width
 
 
 def _gang(leader: Row) -> tuple[Row, ...]:

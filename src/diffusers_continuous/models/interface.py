@@ -124,7 +124,7 @@ class StepModel(Protocol):
         ...
 
     def post_decode(self, rows: Sequence[Row]) -> None:
-        """Set `image` of rows of one size."""
+        """Take the next decoding step of rows of one size and one decoder; the last step sets `image`."""
         ...
 
     def release(self) -> None:

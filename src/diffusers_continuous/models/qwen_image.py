@@ -17,10 +17,10 @@ import torch
 from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
 
 from ..attention import AttentionBackend
-from ..decode import LatentPreview, decode_latents
+from ..decode import LatentPreview, PiDStage, decode_latents
 from ..errors import FLOAT16_ADVICE, EngineStoppedError, UnsupportedModelError
 from ..hooks import model_offload_hook
-from ..request import RequestState, Row, Stage, TextEmbeds
+from ..request import RequestState, Row, TextEmbeds
 from .qwen_image_transformer import (
     Packed,
     can_merge,
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from ..batch import InputBatch
 
 logger = logging.getLogger(__name__)
-
-COMPONENT_OF_STAGE = {Stage.ENCODE: "text_encoder", Stage.DENOISE: "transformer", Stage.DECODE: "vae"}
 
 
 def check_transformer(transformer: Any) -> None:
@@ -64,16 +62,21 @@ class QwenImageStepModel:
         pipe: The pipeline; its components are read at every call, so an exchanged one is used from then on.
         attention: Backend of the packed forward.
         prompt_cache_size: Most prompts whose embeddings are kept.
+        max_decode_bytes: Most bytes of a PiD step, beside the weights; 0 for no limit.
     """
 
-    def __init__(self, pipe: QwenImagePipeline, attention: AttentionBackend, prompt_cache_size: int) -> None:
+    def __init__(
+        self, pipe: QwenImagePipeline, attention: AttentionBackend, prompt_cache_size: int, max_decode_bytes: int = 0
+    ) -> None:
         self._pipe_ref = weakref.ref(pipe)
         self._transformer_ref = weakref.ref(pipe.transformer)
         self._attention = attention
         self._prompts: OrderedDict[tuple[str, int], TextEmbeds] = OrderedDict()
+        self._captions: OrderedDict[str, torch.Tensor] = OrderedDict()
         self._prompt_cache_size = prompt_cache_size
         self._rotary: OrderedDict[tuple[Any, ...], torch.Tensor] = OrderedDict()
         self._preview = LatentPreview()
+        self._pid = PiDStage(max_decode_bytes)
         install_packed_forward(pipe.transformer, self)
 
     def reset(self) -> None:
@@ -95,6 +98,7 @@ class QwenImageStepModel:
 
     def _forget(self) -> None:
         self._prompts.clear()
+        self._captions.clear()
         self._rotary.clear()
         self._preview = LatentPreview()
 
@@ -122,20 +126,22 @@ class QwenImageStepModel:
         """Nothing to do for now: let offloaded components leave the device."""
         self._make_room(None)
 
-    def _make_room(self, stage: Stage | None) -> None:
-        """With model offload, move every component off the device except the one that `stage` is about to use."""
-        for needed_by, component, hook in self._offloaded():
+    def _make_room(self, needed: torch.nn.Module | None) -> None:
+        """With model offload, move every component off the device except the one that is about to be used."""
+        for component, hook in self._offloaded():
             is_away = next(component.parameters()).device.type != torch.device(hook.execution_device).type
-            if needed_by is not stage and not is_away:
+            if component is not needed and not is_away:
                 hook.init_hook(component)
 
-    def _offloaded(self) -> Iterator[tuple[Stage, torch.nn.Module, Any]]:
-        """The components that `enable_model_cpu_offload` moves, with the stage that needs each and its hook."""
-        for stage, name in COMPONENT_OF_STAGE.items():
-            component = getattr(self._pipe, name)
+    def _offloaded(self) -> Iterator[tuple[torch.nn.Module, Any]]:
+        """The components that `enable_model_cpu_offload` moves, those of the nested decoder too, with their hooks."""
+        pipe = self._pipe
+        decoder = getattr(pipe, "decoder", None)
+        nested = () if decoder is None else (decoder.text_encoder, decoder.transformer)
+        for component in (pipe.text_encoder, pipe.transformer, pipe.vae, *nested):
             hook = None if component is None else model_offload_hook(component)
             if hook is not None:
-                yield stage, component, hook
+                yield component, hook
 
     # ------------------------------------------------------------------ encode
 
@@ -160,7 +166,7 @@ class QwenImageStepModel:
             self._remember(key, text)
 
     def _encode(self, prompts: list[str], max_sequence_length: int) -> list[TextEmbeds]:
-        self._make_room(Stage.ENCODE)
+        self._make_room(self._pipe.text_encoder)
         texts: dict[str, TextEmbeds] = {}
         for together in self._encodable_together(prompts):
             embeds, mask = self._pipe.encode_prompt(prompt=together, max_sequence_length=max_sequence_length)
@@ -239,7 +245,7 @@ class QwenImageStepModel:
         """Guided noise prediction of each row: (image tokens, channels)."""
         transformer = self._pipe.transformer
         check_rows_stay_apart(transformer)
-        self._make_room(Stage.DENOISE)
+        self._make_room(transformer)
         scale = batch.rows[0].request.params.lora_scale
         noise_pred = transformer(
             hidden_states=batch.latents,
@@ -265,12 +271,44 @@ class QwenImageStepModel:
     # ------------------------------------------------------------------ decode
 
     def post_decode(self, rows: Sequence[Row]) -> None:
-        """Decode rows of one size together; sets `image`, (3, height, width) in -1..1."""
-        self._make_room(Stage.DECODE)
+        """Take the next decoding step of rows of one size and decoder; the last one sets `image`, -1..1."""
         params = rows[0].request.params
+        if params.decoder == "pid":
+            self._decode_pid(rows)
+            return
+        self._make_room(self._pipe.vae)
         images = decode_latents(self._pipe, torch.stack([row.latents for row in rows]), params.height, params.width)
         for row, image in zip(rows, images.unbind(), strict=True):
             row.image = image
+
+    def _decode_pid(self, rows: Sequence[Row]) -> None:
+        decoder = self._pipe.decoder
+        fresh = [row for row in rows if row.decode_state is None]
+        captions = self._encode_captions(fresh)
+        self._make_room(decoder.transformer)
+        for row in fresh:
+            assert row.prompt is not None
+            negative = captions[""] if decoder.default_guidance_scale != 1 else None
+            self._pid.begin(decoder, row, captions[row.prompt], negative)
+        self._pid.step(decoder, rows)
+
+    def _encode_captions(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+        """(1, tokens, width) of every caption that `rows` need; those not seen lately are encoded together."""
+        decoder = self._pipe.decoder
+        wanted = dict.fromkeys(row.prompt for row in rows if row.prompt is not None)
+        if wanted and decoder.default_guidance_scale != 1:
+            wanted[""] = None
+        captions = {prompt: self._captions[prompt] for prompt in wanted if prompt in self._captions}
+        new = [prompt for prompt in wanted if prompt not in captions]
+        if new:
+            self._make_room(decoder.text_encoder)
+            captions.update(zip(new, decoder.encode_prompt(new).split(1), strict=True))
+        for prompt, embeds in captions.items():
+            self._captions[prompt] = embeds
+            self._captions.move_to_end(prompt)
+        while len(self._captions) > self._prompt_cache_size:
+            self._captions.popitem(last=False)
+        return captions
 
     def make_output(self, state: RequestState) -> Any:
         """All pictures of the request as the stock pipeline returns them: PIL list, array, tensor or packed latents."""
@@ -288,7 +326,7 @@ class QwenImageStepModel:
     def preview(self, moment: Moment) -> Any:
         """The picture that the last prediction points at, `x0 = x - sigma * v`; one pixel per 8 x 8 of the real one."""
         if not self._preview.is_fitted:
-            self._make_room(Stage.DECODE)
+            self._make_room(self._pipe.vae)
         latents = moment.latents
         if moment.noise_pred is not None and moment.sigmas is not None:
             latents = latents - moment.sigmas[moment.step].to(latents.device) * moment.noise_pred

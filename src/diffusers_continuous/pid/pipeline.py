@@ -86,6 +86,16 @@ class PiDDecoder(DiffusionPipeline):
         """True when guidance is part of the weights and a few steps suffice."""
         return self.scheduler.config.algorithm_type != "dpmsolver++"
 
+    @property
+    def default_num_inference_steps(self) -> int:
+        """Steps of a decode for which no number was asked for."""
+        return self.scheduler.max_steps or UNDISTILLED_STEPS
+
+    @property
+    def default_guidance_scale(self) -> float:
+        """Guidance of a decode for which none was asked for; 1, which is none, where it is part of the weights."""
+        return 1.0 if self.is_distilled else UNDISTILLED_GUIDANCE
+
     # ------------------------------------------------------------------ the pieces of a decode
 
     def encode_prompt(self, prompt: str | Sequence[str]) -> torch.Tensor:
@@ -242,10 +252,9 @@ class PiDDecoder(DiffusionPipeline):
             raise RequestError(
                 f"guidance_scale={guidance_scale} has no effect on a distilled network: guidance is part of its weights"
             )
-        scale = 1.0 if self.is_distilled else UNDISTILLED_GUIDANCE
-        steps = steps if steps is not None else self.scheduler.max_steps or UNDISTILLED_STEPS
+        steps = self.default_num_inference_steps if steps is None else steps
         self.scheduler.check_steps(steps)
-        return steps, scale if guidance_scale is None else guidance_scale
+        return steps, self.default_guidance_scale if guidance_scale is None else guidance_scale
 
     def _embeds(
         self, name: str, batch: int, prompt: str | Sequence[str] | None, embeds: torch.Tensor | None

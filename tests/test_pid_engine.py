@@ -1,0 +1,289 @@
+"""PiD inside the engine: a row is what the decoder makes of it alone, and nobody waits longer than one of its steps."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import QwenImagePipeline
+
+from conftest import assert_latents_equal, assert_pictures_equal, generator
+from diffusers_continuous import ContinuousBatchingPipeline, RequestError, StepFailedError
+from diffusers_continuous.errors import ConfigError, UnsupportedModelError
+from diffusers_continuous.pid import PiDDecoder, PiDScheduler, PiDTransformer2DModel
+from test_pid import tiny_gemma, tiny_tokenizer
+
+CONFIG = {
+    "hidden_size": 32,
+    "num_groups": 2,
+    "patch_depth": 3,
+    "pixel_hidden_size": 8,
+    "pixel_attn_hidden_size": 16,
+    "pixel_num_groups": 2,
+    "txt_embed_dim": 24,
+    "txt_max_length": 8,
+    "lq_hidden_dim": 16,
+    "lq_num_res_blocks": 1,
+}
+# A crowd's row against the decoder alone: the same sums in other batches, through four steps.
+MAX_ABS = 1e-4
+
+
+def make_decoder(scheduler: PiDScheduler | None = None, **config: Any) -> PiDDecoder:
+    """Random weights, large enough that every input matters."""
+    torch.manual_seed(0)
+    net = PiDTransformer2DModel(**{**CONFIG, **config})
+    decoder = PiDDecoder(net.eval(), scheduler or PiDScheduler(), tiny_gemma(), tiny_tokenizer(), "User Prompt : ")
+    decoder.set_progress_bar_config(disable=True)
+    return decoder
+
+
+def decode_alone(pipe: ContinuousBatchingPipeline, output: Any, prompt: str, row: int = 0, **size: int) -> torch.Tensor:
+    """What the decoder makes of a request's reported latents, noise level and seed: (1, 3, height, width)."""
+    return pipe.decoder(
+        latents=output.latents[row : row + 1],
+        prompt=prompt,
+        sigma=output.final_sigmas[row],
+        generator=generator(output.decode_seeds[row]),
+        output_type="pt",
+        **size,
+    ).images
+
+
+def test_every_row_of_a_crowd_is_what_the_decoder_makes_of_it_alone(make_pipe):
+    pipe = make_pipe(decoder=make_decoder())
+    requests = [
+        {"prompt": "a red cat", "height": 64, "width": 96, "num_inference_steps": 5, "early_stop_steps": 2},
+        {"prompt": "a cat", "height": 64, "width": 96, "num_inference_steps": 4, "num_images_per_prompt": 2},
+        {"prompt": "red", "height": 96, "width": 64, "num_inference_steps": 6, "early_stop_at": 5},
+        {"prompt": "a", "height": 64, "width": 96, "num_inference_steps": 4, "decoder": "vae"},
+        {"prompt": "", "height": 32, "width": 32, "num_inference_steps": 3, "negative_prompt": " "},
+    ]
+    outputs = list(
+        pipe.generate_batch([{**r, "seed": i, "output_type": "pt"} for i, r in enumerate(requests)]).values()
+    )
+    assert [output.error for output in outputs] == [None] * len(outputs)
+    for request, output in zip(requests, outputs, strict=True):
+        size = {"height": request["height"], "width": request["width"]}
+        if request.get("decoder") == "vae":
+            assert output.images.shape[2:] == (64, 96)
+            assert output.decode_seeds == [None]
+            continue
+        assert output.images.shape[2:] == (4 * size["height"], 4 * size["width"])
+        for row in range(len(output.images)):
+            alone = decode_alone(pipe, output, request["prompt"], row, **size)
+            assert (alone[0] - output.images[row]).abs().max() <= MAX_ABS
+    assert not torch.allclose(outputs[1].images[0], outputs[1].images[1], atol=0.05)
+
+
+def test_stopping_early_takes_the_noise_level_of_the_requests_own_schedule(make_pipe, stock):
+    pipe = make_pipe(decoder=make_decoder())
+    seen: dict[int, Any] = {}
+
+    def record(pipeline: QwenImagePipeline, step: int, timestep: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        seen[step + 1] = (kwargs["latents"].clone(), float(pipeline.scheduler.sigmas[step + 1]))
+        return {}
+
+    shared = {"prompt": "a red star on a blue background", "num_inference_steps": 6}
+    for size in (64, 128):
+        stock(**shared, height=size, width=size, generator=generator(1), callback_on_step_end=record)
+        ours = [{"early_stop_steps": 2}, {"early_stop_at": 5}, {}]
+        inputs = [{**shared, "height": size, "width": size, "generator": generator(1), **extra} for extra in ours]
+        for done, output in zip((4, 5, 6), pipe.generate_batch(inputs).values(), strict=True):
+            assert (output.step, output.num_steps) == (done, done)
+            assert_latents_equal(output.latents, seen[done][0])
+            assert output.final_sigmas == [seen[done][1]]
+
+
+def test_no_denoising_step_waits_longer_than_one_decoding_step(make_pipe):
+    pipe = make_pipe(decoder=make_decoder())
+    engine = pipe.init_continuous_batching()
+    engine.start()
+    with engine.pause():
+        decoding = [
+            engine.add_request(prompt="a cat", height=size, width=64, num_inference_steps=2, seed=1)
+            for size in (64, 96)
+        ]
+        denoising = [
+            engine.add_request(prompt="a", height=64, width=64, num_inference_steps=12, seed=i, decoder="vae")
+            for i in range(4)
+        ]
+    outputs = {request_id: engine.get_result(request_id) for request_id in (*decoding, *denoising)}
+    assert all(output.error is None for output in outputs.values())
+    records = [record for record in engine.stats().recent_steps if record.kind != "encode"]
+    last = max(i for i, record in enumerate(records) if record.kind == "denoise")
+    kinds = [record.kind for record in records[: last + 1]]
+    assert kinds.count("decode") == 8  # two sizes, four steps each, all while the others denoise
+    assert "decode,decode" not in ",".join(kinds)
+    alone = [pipe("a", height=64, width=64, num_inference_steps=12, seed=i, decoder="vae") for i in range(4)]
+    for request_id, solo in zip(denoising, alone, strict=True):
+        assert_pictures_equal(outputs[request_id].images[0], solo.images[0])
+
+
+def test_decodes_of_one_size_share_their_steps_and_a_newcomer_joins_them(make_pipe):
+    pipe = make_pipe(decoder=make_decoder())
+    engine = pipe.init_continuous_batching()
+    engine.start()
+    with engine.pause():
+        ids = [
+            engine.add_request(prompt="a cat", height=64, width=64, num_inference_steps=steps, seed=steps)
+            for steps in (2, 2, 3)
+        ]
+    outputs = [engine.get_result(request_id) for request_id in ids]
+    rows = [len(record.request_ids) for record in engine.stats().recent_steps if record.kind == "decode"]
+    assert rows[:2] == [2, 3]
+    for output in outputs:
+        alone = decode_alone(pipe, output, "a cat", height=64, width=64)
+        assert np.abs(np.asarray(output.images[0]) - 255 * alone[0].permute(1, 2, 0).numpy()).max() <= 0.6
+
+
+def test_a_row_that_turns_non_finite_fails_alone_and_says_where(make_pipe, monkeypatch):
+    pipe = make_pipe(decoder=make_decoder())
+    net, forward = pipe.decoder.transformer, PiDTransformer2DModel.forward
+    sick = pipe.decoder.encode_prompt("red")
+
+    def spoil(self: Any, sample: Any, timestep: Any, embeds: Any, *args: Any, **kwargs: Any) -> Any:
+        (velocity,) = forward(self, sample, timestep, embeds, *args, **kwargs)
+        for row in range(len(velocity)):
+            if timestep[row] < 700 and torch.equal(embeds[row], sick[0]):
+                velocity[row, 0, 0, 0] = float("nan")
+        return (velocity,)
+
+    monkeypatch.setattr(PiDTransformer2DModel, "forward", spoil)
+    inputs = [{"prompt": p, "height": 64, "width": 64, "num_inference_steps": 2, "seed": 3} for p in ("red", "a cat")]
+    failed, good = pipe.generate_batch(inputs).values()
+    assert isinstance(failed.error, StepFailedError)
+    assert "step 3 of 4 of its decode stage" in str(failed.error)
+    monkeypatch.undo()
+    assert net is pipe.decoder.transformer
+    alone = decode_alone(pipe, good, "a cat", height=64, width=64)
+    assert np.abs(np.asarray(good.images[0]) - 255 * alone[0].permute(1, 2, 0).numpy()).max() <= 0.6
+
+
+def test_a_decode_can_be_cancelled_between_two_steps(make_pipe, monkeypatch):
+    pipe = make_pipe(decoder=make_decoder())
+    engine = pipe.init_continuous_batching()
+    forward, started, calls = PiDTransformer2DModel.forward, threading.Event(), []
+
+    def count(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            assert engine.cancel_request("mine")
+            started.set()
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(PiDTransformer2DModel, "forward", count)
+    engine.start()
+    engine.add_request(prompt="a", height=64, width=64, num_inference_steps=2, request_id="mine")
+    assert engine.get_result("mine").status == "cancelled"
+    assert started.wait(10)
+    assert pipe("a", height=64, width=64, num_inference_steps=2).images[0].size == (256, 256)
+    assert len(calls) == 2 + 4
+
+
+def test_a_callback_that_stops_a_call_leaves_its_noise_to_the_decoder(make_pipe):
+    pipe = make_pipe(decoder=make_decoder())
+
+    def stop(view: Any, step: int, timestep: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        view._interrupt = step == 1
+        return {}
+
+    call = {"prompt": "a cat", "height": 64, "width": 64, "num_inference_steps": 5, "seed": 3}
+    stopped = pipe(**call, callback_on_step_end=stop).images[0]
+    early = pipe(**call, early_stop_at=2).images[0]
+    assert np.array_equal(np.asarray(stopped), np.asarray(early))
+
+
+def test_a_byte_limit_changes_no_picture_and_refuses_what_cannot_fit(make_pipe):
+    decoder = make_decoder()
+    call = {"prompt": "a cat", "height": 128, "width": 128, "num_inference_steps": 2, "seed": 3, "output_type": "pt"}
+    whole = make_pipe(decoder=decoder)(**call).images
+    need = decoder.transformer.estimate_decode_bytes(512, 512)
+    divided = make_pipe(decoder=decoder, max_decode_bytes=need // 2)(**call).images
+    assert (whole - divided).abs().max() <= 2e-5
+    with pytest.raises(RequestError, match="bytes"):
+        make_pipe(decoder=decoder, max_decode_bytes=1000)(**call)
+
+
+def test_an_undistilled_decoder_is_guided(make_pipe):
+    teacher = make_decoder(PiDScheduler(algorithm_type="dpmsolver++", t_list=None, shift=6.0))
+    pipe = make_pipe(decoder=teacher)
+    (output,) = pipe.generate_batch(
+        [{"prompt": "a cat", "height": 32, "width": 32, "num_inference_steps": 2, "seed": 3, "output_type": "pt"}]
+    ).values()
+    alone = decode_alone(pipe, output, "a cat", height=32, width=32)
+    assert (alone - output.images).abs().max() <= MAX_ABS
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        ({"decoder": "pidd"}, "did you mean 'pid'"),
+        ({"decoder": "vae", "early_stop_steps": 1}, "decoder='pid'"),
+        ({"early_stop_steps": 4}, "from 0 to 3"),
+        ({"early_stop_steps": -1}, "from 0 to 3"),
+        ({"early_stop_at": 5}, "from 1 to 4"),
+        ({"early_stop_at": 2, "early_stop_steps": 1}, "not both"),
+        ({"prompt": None, "prompt_embeds": torch.zeros(1, 4, 128)}, "pass `prompt`"),
+    ],
+)
+def test_what_does_not_fit_is_refused_at_once(make_pipe, call, text):
+    pipe = make_pipe(decoder=make_decoder())
+    with pytest.raises(RequestError, match=text.replace("(", "\\(")):
+        pipe(**{"prompt": "a", "height": 64, "width": 64, "num_inference_steps": 4, **call})
+
+
+def test_a_pipeline_without_a_decoder_says_so(pipe):
+    with pytest.raises(RequestError, match="needs a PiDDecoder"):
+        pipe("a", height=64, width=64, num_inference_steps=2, decoder="pid")
+
+
+def test_a_decoder_of_other_latents_is_refused(make_pipe):
+    with pytest.raises(UnsupportedModelError, match="4 channels"):
+        make_pipe(decoder=make_decoder(lq_latent_channels=4))
+
+
+def test_sizes_outside_the_training_are_warned_of(make_pipe):
+    pipe = make_pipe(decoder=make_decoder(trained_sides=(2048, 4096)))
+    with pytest.warns(UserWarning, match="256 x 256 pixels is outside"):
+        pipe("a", height=64, width=64, num_inference_steps=2)
+
+
+def test_the_decoder_is_saved_and_loaded_with_the_pipeline(make_pipe, tmp_path):
+    pipe = make_pipe(decoder=make_decoder())
+    pipe.save_pretrained(tmp_path)
+    again = ContinuousBatchingPipeline.from_pretrained(tmp_path)
+    again.set_progress_bar_config(disable=True)
+    call = {"prompt": "a cat", "height": 64, "width": 64, "num_inference_steps": 2, "seed": 1}
+    assert np.array_equal(np.asarray(pipe(**call).images[0]), np.asarray(again(**call).images[0]))
+    again._engine.stop()
+    stock = QwenImagePipeline.from_pretrained(tmp_path)
+    assert not hasattr(stock, "decoder")
+    alone = ContinuousBatchingPipeline.from_pretrained(tmp_path, decoder=None)
+    assert alone.decoder is None
+
+
+def test_moving_and_offloading_reach_the_decoder(make_pipe):
+    call = {"prompt": "a cat", "height": 64, "width": 64, "num_inference_steps": 2, "seed": 1}
+    expected = make_pipe(decoder=make_decoder())(**call).images[0]
+    pipe = make_pipe(fresh=True, decoder=make_decoder())
+    pipe.enable_model_cpu_offload(device="cpu")
+    assert hasattr(pipe.decoder.transformer, "_hf_hook")
+    assert np.array_equal(np.asarray(pipe(**call).images[0]), np.asarray(expected))
+    pipe.remove_all_hooks()
+    assert not hasattr(pipe.decoder.transformer, "_hf_hook")
+    pipe.to(torch.bfloat16)
+    assert pipe.decoder.transformer.dtype == torch.bfloat16
+    assert pipe(**call).images[0].size == (256, 256)
+
+
+def test_a_decoder_can_be_exchanged(make_pipe):
+    pipe = make_pipe(decoder=make_decoder())
+    pipe("a", height=64, width=64, num_inference_steps=2)
+    pipe.decoder = None
+    assert pipe("a", height=64, width=64, num_inference_steps=2).images[0].size == (64, 64)
+    with pytest.raises((UnsupportedModelError, ConfigError)):
+        pipe.decoder = make_decoder(lq_latent_channels=4)
