@@ -16,8 +16,10 @@ from .arguments import ArgumentParser, suggest
 COMMANDS = {
     "generate": "draw prompts from the command line or a file",
     "demo": "eight callers at once on the embedded model, with a timeline of their steps",
+    "convert-pid": "an official PiD checkpoint to a folder that PiDDecoder loads",
     "env": "versions, device and attention backends",
 }
+MODULE_OF_COMMAND = {"convert-pid": "convert"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,14 +36,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command not in COMMANDS:
         parser.error(f"command {command!r} is not known{suggest(command, COMMANDS)}")
     try:
-        return import_module(f".{command}", __name__).main(argv[1:])
+        return import_module(f".{MODULE_OF_COMMAND.get(command, command)}", __name__).main(argv[1:])
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
 
 
 def _parser() -> ArgumentParser:
-    lines = "\n".join(f"  {name:<10} {what}" for name, what in COMMANDS.items())
+    lines = "\n".join(f"  {name:<12} {what}" for name, what in COMMANDS.items())
     parser = ArgumentParser(
         prog="diffusers-continuous",
         usage="diffusers-continuous COMMAND [options]",

@@ -80,15 +80,40 @@ def read_size(value: object) -> tuple[int, int]:
     if width % SIZE_MULTIPLE or height % SIZE_MULTIPLE:
         raise ValueError(
             f"size {width}x{height} is not a multiple of {SIZE_MULTIPLE} on both sides; the nearest sizes are "
-            + " and ".join(f"{w}x{h}" for w, h in _nearest_sizes(width, height))
+            + _nearest_sizes(width, height, SIZE_MULTIPLE)
         )
     return width, height
 
 
-def _nearest_sizes(width: int, height: int) -> list[tuple[int, int]]:
-    down = tuple(side // SIZE_MULTIPLE * SIZE_MULTIPLE for side in (width, height))
-    up = tuple(math.ceil(side / SIZE_MULTIPLE) * SIZE_MULTIPLE for side in (width, height))
-    return [(down[0], down[1]), (up[0], up[1])]
+def diffusion_size(size: tuple[int, int], scale: int) -> tuple[int, int]:
+    """(width, height) that the model draws at for a decoder that makes pictures of `size`, `scale` times larger."""
+    width, height = size
+    multiple = scale * SIZE_MULTIPLE
+    if width % multiple or height % multiple:
+        raise ValueError(
+            f"size {width}x{height}: a decoder that enlarges {scale} times makes multiples of {multiple}; the nearest "
+            f"sizes are {_nearest_sizes(width, height, multiple)}"
+        )
+    return width // scale, height // scale
+
+
+def _nearest_sizes(width: int, height: int, multiple: int) -> str:
+    down, up = (
+        [max(1, rounded(side / multiple)) * multiple for side in (width, height)] for rounded in (int, math.ceil)
+    )
+    return " and ".join(dict.fromkeys("{}x{}".format(*size) for size in (down, up)))
+
+
+def choice_reader(name: str, known: Iterable[str]) -> Callable[[object], str]:
+    """A reader of one of the `known` words."""
+    known = list(known)
+
+    def read(value: object) -> str:
+        if value not in known:
+            raise ValueError(f"{name} {value!r} is not known{suggest(str(value), known)}")
+        return str(value)
+
+    return read
 
 
 def integer_reader(name: str, least: int, most: int | None = None) -> Callable[[object], int]:
@@ -122,6 +147,8 @@ def read_cfg(value: object) -> float:
 
 
 read_steps = integer_reader("steps", 1, 1000)
+read_decoder = choice_reader("decoder", ("vae", "pid"))
+read_early_stop = integer_reader("early_stop", 0, 999)
 read_num_images = integer_reader("num_images", 1, 1000)
 read_seed = integer_reader("seed", 0, MAX_SEED)
 read_max_batch = integer_reader("max-batch", 1)
