@@ -19,6 +19,7 @@ UNICODE = ["a red circle", "Füße, naïve", "日本語の絵 🎉👩‍🚀", 
 sys.path.insert(0, str(ROOT / "scripts"))
 judge = importlib.import_module("judge_prompt_following")
 scenes = importlib.import_module("tiny_scenes")
+tiny_vae = importlib.import_module("tiny_vae")
 train = importlib.import_module("train_tiny_qwen_image")
 
 
@@ -142,8 +143,8 @@ def test_seeds_give_different_pictures_and_one_seed_the_same(pipeline: QwenImage
 
 def test_planar_autoencoder_equals_the_stock_one_for_one_frame() -> None:
     vae = AutoencoderKLQwenImage.from_pretrained(MODEL, subfolder="vae").eval()
-    planar = train.PlanarAutoencoder(vae)
-    images = train.sample_crops(random.Random(0), 64, 2)
+    planar = tiny_vae.PlanarAutoencoder(vae)
+    images = tiny_vae.sample_crops(random.Random(0), 64, 2)
     with torch.no_grad():
         mean, _ = planar.encode(images)
         stock = vae.encode(images[:, :, None]).latent_dist.mean
