@@ -64,6 +64,8 @@ def write_rows(path: Path, *rows: object) -> Path:
         (["generate", "x", "--seed", "-1"], ["'-1'", "0 to"]),
         (["generate", "x", "--num-images", "0"], ["'0'", "1 to 1000"]),
         (["generate", "x", "--max-batch", "0"], ["'0'", "at least 1"]),
+        (["generate", "x", "--decoder", "pidd"], ["'pidd'", "did you mean 'pid'?", "pid, vae"]),
+        (["generate", "x", "--early-stop", "-1"], ["'-1'", "0 to 999"]),
         (["generate"], ["nothing to draw"]),
         (["generate", "--prompts-file", "missing.txt"], ["missing.txt"]),
         (["generate", "--prompts-file", "prompts.csv"], ["prompts.csv", ".jsonl, .txt"]),
@@ -207,6 +209,21 @@ def test_resume_draws_a_request_whose_settings_changed(tmp_path):
     assert [read_metadata(path)["seed"] for path in pictures(tmp_path)] == ["1", "2"]
 
 
+def test_pid_draws_pictures_of_the_size_that_was_asked_for(tmp_path, capsys):
+    rows = ({"prompt": STAR, "decoder": "vae"}, {"prompt": CIRCLE}, {"prompt": "x", "size": "96x128"})
+    file = write_rows(tmp_path / "rows.jsonl", *rows)
+    options = ("--decoder", "pid", "--early-stop", 1, "--size", "128x192", "--steps", 3, "--seed", 1)
+    assert generate("--prompts-file", file, *options, "--output", tmp_path / "out") == 1
+    message = capsys.readouterr().err
+    assert "line 1 (a red star on a blue background): RequestError: stopping 1 steps early" in message
+    assert "line 3 (x): ValueError: size 96x128" in message
+    assert "multiples of 64" in message
+    (path,) = pictures(tmp_path / "out")
+    assert pixels(path).shape == (192, 128, 3)
+    assert json.loads(read_metadata(path)["settings"])["decoder"] == "pid"
+    assert json.loads(read_metadata(path)["settings"])["early_stop"] == 1
+
+
 def test_without_resume_nothing_is_overwritten(tmp_path):
     (tmp_path / "0041-mine.png").write_bytes(b"not a picture")
     assert generate(STAR, *FAST, "--seed", 1, "--output", tmp_path) == 0
@@ -294,7 +311,7 @@ def test_demo_draws_what_the_stock_pipeline_draws_and_leaves_its_files(tmp_path,
     assert main(["demo", "--output", str(tmp_path)]) == 0
     text = capsys.readouterr().out
     names = {path.name for path in tmp_path.iterdir()}
-    assert names == {*(f"picture-{n}.png" for n in range(1, 9)), "contact-sheet.png", "timeline.png"}
+    assert names == {*(f"picture-{n}.png" for n in range(1, 9)), "contact-sheet.png", "timeline.png", "decoders.png"}
     difference = next(line for line in text.splitlines() if line.startswith("largest difference"))
     assert int(difference.split()[-3]) <= 1, text
     assert "images/s" in text

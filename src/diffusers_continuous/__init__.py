@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .config import ContinuousBatchingConfig, resolve_config
-    from .embedded import embedded_model_path
+    from .embedded import embedded_decoder_path, embedded_model_path
     from .engine import DiffusionEngine
     from .errors import (
         ConfigError,
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from .metrics import EngineStats, StepRecord
+    from .pid import PiDDecoder, PiDScheduler, PiDTransformer2DModel
     from .pipeline import ContinuousBatchingMixin, ContinuousBatchingPipeline
     from .request import RequestMetrics, RequestOutput, RequestStatus, SamplingParams, SchedulerOutput
     from .scheduler import StepScheduler
@@ -35,6 +36,9 @@ _MODULE_OF_NAME = {
     "DiffusionEngine": "engine",
     "EngineStats": "metrics",
     "EngineStoppedError": "errors",
+    "PiDDecoder": "pid",
+    "PiDScheduler": "pid",
+    "PiDTransformer2DModel": "pid",
     "QueueFullError": "errors",
     "RequestCancelledError": "errors",
     "RequestError": "errors",
@@ -47,6 +51,7 @@ _MODULE_OF_NAME = {
     "StepRecord": "metrics",
     "StepScheduler": "scheduler",
     "UnsupportedModelError": "errors",
+    "embedded_decoder_path": "embedded",
     "embedded_model_path": "embedded",
     "resolve_config": "config",
 }
@@ -60,6 +65,9 @@ __all__ = [
     "DiffusionEngine",
     "EngineStats",
     "EngineStoppedError",
+    "PiDDecoder",
+    "PiDScheduler",
+    "PiDTransformer2DModel",
     "QueueFullError",
     "RequestCancelledError",
     "RequestError",
@@ -72,6 +80,7 @@ __all__ = [
     "StepRecord",
     "StepScheduler",
     "UnsupportedModelError",
+    "embedded_decoder_path",
     "embedded_model_path",
     "resolve_config",
 ]

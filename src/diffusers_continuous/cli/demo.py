@@ -1,7 +1,8 @@
 """`diffusers-continuous demo`: eight callers, one pipeline, and the stock pipeline beside it.
 
 Eight threads call `pipe.stream` at staggered times with different prompts, sizes, step counts and guidance. The stock
-pipeline then draws the same eight one after another in the same process, and every picture is compared.
+pipeline then draws the same eight one after another in the same process, and every picture is compared. At last a few
+latents are decoded twice, by the VAE and by PiD.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from PIL import Image
 
 from .arguments import ArgumentParser
 from .pictures import save_picture
@@ -27,8 +29,16 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Eight callers at staggered times, with different prompts, sizes, step counts and guidance, on the embedded model. Writes
-their pictures, contact-sheet.png and timeline.png, and tells the speed against the stock pipeline called one after
-another."""
+their pictures, contact-sheet.png, timeline.png and decoders.png (the VAE and PiD side by side), and tells the speed
+against the stock pipeline called one after another."""
+
+DECODED = (
+    "a red star on a blue background",
+    "a large white ring on a green background",
+    "a yellow heart to the left of a purple cross on a black background",
+)
+DECODED_STEPS = 20
+EARLY_STOP_STEPS = 2
 
 
 @dataclass(frozen=True)
@@ -81,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
     folder: Path = parser.parse_all(argv).output
     folder.mkdir(parents=True, exist_ok=True)
 
-    from .loading import EMBEDDED_MODEL, load_pipeline, load_stock_pipeline
+    from .loading import EMBEDDED_MODEL, load_decoder, load_pipeline, load_stock_pipeline
 
     print(f"loading {EMBEDDED_MODEL}")
     pipe, stock = load_pipeline(None), load_stock_pipeline(None)
@@ -89,6 +99,8 @@ def main(argv: Sequence[str]) -> int:
         warm_up(pipe, stock)
         together = draw_together(pipe, engine)
     one_by_one = draw_one_by_one(stock)
+    pipe.decoder = load_decoder(None)
+    save_picture(draw_with_both_decoders(pipe), folder / "decoders.png", {})
     write_pictures(folder, together)
     draw_timeline(together.lanes, together.records, folder / "timeline.png", "Eight callers, one engine")
     report(folder, together, one_by_one)
@@ -169,6 +181,30 @@ def write_pictures(folder: Path, together: Together) -> None:
     save_picture(draw_contact_sheet(together.pictures, labels), folder / "contact-sheet.png", {})
 
 
+def draw_with_both_decoders(pipe: ContinuousBatchingPipeline) -> Picture:
+    """A sheet with a row per prompt: the VAE's picture enlarged, PiD's of the same latents, PiD's of earlier ones."""
+    ways: list[tuple[str, dict[str, Any]]] = [
+        ("VAE, enlarged", {"decoder": "vae"}),
+        ("PiD", {"decoder": "pid"}),
+        (f"PiD, {EARLY_STOP_STEPS} steps earlier", {"decoder": "pid", "early_stop_steps": EARLY_STOP_STEPS}),
+    ]
+    inputs = [
+        {"prompt": prompt, "negative_prompt": " ", "num_inference_steps": DECODED_STEPS, "seed": 0, **way}
+        for prompt in DECODED
+        for _, way in ways
+    ]
+    outputs = list(pipe.generate_batch(inputs).values())
+    for output in outputs:
+        if output.error is not None:
+            raise output.error
+    pictures = [output.images[0] for output in outputs]
+    size = max(picture.size for picture in pictures)
+    labels = [f"{name}\n{prompt}" for prompt in DECODED for name, _ in ways]
+    return draw_contact_sheet(
+        [picture.resize(size, Image.Resampling.BICUBIC) for picture in pictures], labels, len(ways)
+    )
+
+
 def report(folder: Path, together: Together, one_by_one: OneByOne) -> None:
     """Prints the speed of both, how far the pictures are from stock's, and where the files are."""
     count = len(CALLERS)
@@ -177,7 +213,7 @@ def report(folder: Path, together: Together, one_by_one: OneByOne) -> None:
     print(f"one by one  {one_by_one.wall_s:6.2f} s  {stock:5.2f} images/s  (the stock pipeline, no delays)")
     print(f"ratio       {ours / stock:6.2f}")
     print(f"largest difference to the stock pictures: {largest_difference(together, one_by_one)} of 255")
-    print(f"pictures, contact-sheet.png and timeline.png are in {folder}")
+    print(f"pictures, contact-sheet.png, timeline.png and decoders.png are in {folder}")
 
 
 def largest_difference(together: Together, one_by_one: OneByOne) -> int:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import arguments
-from .arguments import ArgumentParser, option_type
+from .arguments import ArgumentParser, diffusion_size, option_type
 from .pictures import INDEX_KEY, REQUEST_KEY, PictureFolder, save_picture
 from .prompts import PromptRow, rows_from_file, rows_from_prompts
 
@@ -28,8 +28,8 @@ DESCRIPTION = """\
 Draws every prompt, many at a time, and writes each picture the moment it is done.
 
 A line of a .txt file is a prompt. A line of a .jsonl file is an object with "prompt" and any of "negative_prompt",
-"size", "steps", "cfg", "seed" and "num_images"; what a line leaves out comes from the options. Pictures are PNG files
-that carry their prompt, seed and settings, and their paths go to standard output."""
+"size", "steps", "cfg", "seed", "num_images", "decoder" and "early_stop"; what a line leaves out comes from the options.
+Pictures are PNG files that carry their prompt, seed and settings, and their paths go to standard output."""
 
 EPILOG = """\
 exit code: 0 all drawn; 1 some request failed (the others are drawn); 2 a mistake in the call; 130 interrupted (what was
@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
         folder = PictureFolder(options.output)
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    jobs = plan(rows, folder, options.model, options.resume)
+    jobs = plan(rows, folder, options, options.resume)
     done = len(rows) - len(jobs)
     if done:
         print(f"{done} of {len(rows)} requests are in {folder.path} already", file=sys.stderr)
@@ -96,6 +96,25 @@ def _parser() -> ArgumentParser:
         help="pictures per prompt (default: %(default)s)",
     )
     add(
+        "--decoder",
+        type=option_type(arguments.read_decoder),
+        metavar="NAME",
+        help="vae, or pid: the Pixel Diffusion Decoder, whose pictures are 4 times larger than what is denoised; "
+        "--size is the picture's (default: the model's own)",
+    )
+    add(
+        "--decoder-model",
+        metavar="PATH_OR_REPO",
+        help="the PiDDecoder of --decoder pid (default: the model's own, or the embedded one for the embedded model)",
+    )
+    add(
+        "--early-stop",
+        type=option_type(arguments.read_early_stop),
+        default=0,
+        metavar="K",
+        help="leave the last K denoising steps to --decoder pid (default: %(default)s)",
+    )
+    add(
         "--output",
         type=Path,
         default=Path("outputs"),
@@ -113,7 +132,7 @@ def _parser() -> ArgumentParser:
 
 
 def _rows(options: argparse.Namespace) -> list[PromptRow]:
-    keys = ("negative_prompt", "size", "steps", "cfg", "seed", "num_images")
+    keys = ("negative_prompt", "size", "steps", "cfg", "seed", "num_images", "decoder", "early_stop")
     defaults = {key: getattr(options, key) for key in keys}
     rows = rows_from_prompts(options.prompts, defaults)
     if options.prompts_file is not None:
@@ -145,9 +164,11 @@ class Job:
         }
 
 
-def plan(rows: Iterable[PromptRow], folder: PictureFolder, model: str | None, resume: bool) -> list[Job]:
+def plan(rows: Iterable[PromptRow], folder: PictureFolder, options: argparse.Namespace, resume: bool) -> list[Job]:
     """A job for each row still to be drawn; its names overwrite nothing but what it left unfinished itself."""
-    source = _model_name(model)
+    source = _model_name(options.model)
+    if options.decoder_model is not None:
+        source += f" with {_model_name(options.decoder_model)}"
     found = folder.pictures_by_request() if resume else {}
     repeats: Counter[str] = Counter()
     jobs = []
@@ -178,34 +199,45 @@ def _draw_all(jobs: list[Job], options: argparse.Namespace) -> int:
 
     from diffusers_continuous import ContinuousBatchingConfig
 
-    from .loading import EMBEDDED_MODEL, load_pipeline
+    from .loading import EMBEDDED_MODEL, load_decoder, load_pipeline
 
     print(f"loading {options.model or EMBEDDED_MODEL}", file=sys.stderr)
+    source, wants_pid = options.model, any(job.row.decoder == "pid" for job in jobs)
     try:
-        pipe = load_pipeline(options.model)
+        pipe = load_pipeline(source)
+        if options.decoder_model is not None or (source is None and wants_pid):
+            source = options.decoder_model
+            pipe.decoder = load_decoder(source)
     except (OSError, ValueError) as error:
-        print(f"error: model {options.model!r} cannot be loaded: {error}", file=sys.stderr)
+        print(f"error: model {source!r} cannot be loaded: {error}", file=sys.stderr)
+        return 1
+    if wants_pid and pipe.decoder is None:
+        print(f"error: {options.model} has no PiDDecoder; name one with --decoder-model", file=sys.stderr)
         return 1
     config = ContinuousBatchingConfig()
     if options.max_batch is not None:
         config = ContinuousBatchingConfig(max_requests_per_batch=options.max_batch)
-    total = sum(job.row.steps * job.row.num_images for job in jobs)
+    total = sum((job.row.steps - job.row.early_stop) * job.row.num_images for job in jobs)
     interval = 0.1 if sys.stderr.isatty() else 5.0
     with (
         tqdm(total=total, unit="step", desc=f"{len(jobs)} requests", mininterval=interval, file=sys.stderr) as bar,
         pipe.continuous_batching_context_manager(continuous_batching_config=config) as engine,
     ):
-        run = GenerateRun(engine, bar)
+        run = GenerateRun(engine, bar, 1 if pipe.decoder is None else pipe.decoder.transformer.config.sr_scale)
         interrupted = run.draw(jobs, num_callers=2 * config.max_requests_per_batch)
     return run.report(jobs, interrupted)
 
 
 @dataclass
 class GenerateRun:
-    """Submits jobs from a few threads, so that thousands of prompts do not all hold their noise in memory at once."""
+    """Submits jobs from a few threads, so that thousands of prompts do not all hold their noise in memory at once.
+
+    `scale` is how many times the pipeline's PiDDecoder enlarges, 1 without one.
+    """
 
     engine: DiffusionEngine
     bar: tqdm[Any]
+    scale: int = 1
     failures: list[tuple[Job, str]] = field(default_factory=list)
     num_drawn: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -266,7 +298,9 @@ class GenerateRun:
 
     def _submit(self, row: PromptRow) -> str | None:
         """The id of the accepted request, or None when no more are wanted."""
-        size = {} if row.size is None else {"width": row.size[0], "height": row.size[1]}
+        size = {}
+        if row.size is not None:
+            size = dict(zip(("width", "height"), diffusion_size(row.size, self._scale_of(row)), strict=True))
         with self._lock:
             if self._is_stopping:
                 return None
@@ -277,11 +311,16 @@ class GenerateRun:
                 num_inference_steps=row.steps,
                 num_images_per_prompt=row.num_images,
                 seed=row.seed,
+                decoder=row.decoder,
+                early_stop_steps=row.early_stop,
                 streaming=True,
                 **size,
             )
             self._active.add(request_id)
             return request_id
+
+    def _scale_of(self, row: PromptRow) -> int:
+        return 1 if row.decoder == "vae" else self.scale
 
     def _follow(self, request_id: str, num_images: int) -> RequestOutput:
         """The last output of a request, moving the bar on the way."""

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from diffusers import QwenImagePipeline
 
     from diffusers_continuous import ContinuousBatchingPipeline
+    from diffusers_continuous.pid import PiDDecoder
 
 EMBEDDED_MODEL = "the embedded model"
 
@@ -26,6 +27,14 @@ def load_pipeline(model: str | None) -> ContinuousBatchingPipeline:
     from diffusers_continuous import ContinuousBatchingPipeline
 
     return cast("ContinuousBatchingPipeline", _load(ContinuousBatchingPipeline, model))
+
+
+def load_decoder(decoder: str | None) -> PiDDecoder:
+    """The PiDDecoder of a folder or hub repository, or the embedded one; `OSError` or `ValueError` if there is none."""
+    from diffusers_continuous import embedded_decoder_path
+    from diffusers_continuous.pid import PiDDecoder
+
+    return cast("PiDDecoder", _load(PiDDecoder, embedded_decoder_path() if decoder is None else decoder))
 
 
 def load_stock_pipeline(model: str | None) -> QwenImagePipeline:

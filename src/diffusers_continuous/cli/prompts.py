@@ -11,7 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .arguments import read_cfg, read_num_images, read_seed, read_size, read_steps, read_text, suggest
+from .arguments import (
+    read_cfg,
+    read_decoder,
+    read_early_stop,
+    read_num_images,
+    read_seed,
+    read_size,
+    read_steps,
+    read_text,
+    suggest,
+)
 
 # Reads each key of a JSONL row; the command line gives the value of every key that a row leaves out.
 ROW_KEYS: dict[str, Callable[[Any], Any]] = {
@@ -22,8 +32,10 @@ ROW_KEYS: dict[str, Callable[[Any], Any]] = {
     "cfg": read_cfg,
     "seed": read_seed,
     "num_images": read_num_images,
+    "decoder": read_decoder,
+    "early_stop": read_early_stop,
 }
-RUN_KEYS = ("model", "output", "max_batch", "resume", "prompts_file")
+RUN_KEYS = ("model", "decoder_model", "output", "max_batch", "resume", "prompts_file")
 FILE_TYPES = (".jsonl", ".txt")
 
 
@@ -33,11 +45,13 @@ class PromptRow:
 
     prompt: str
     negative_prompt: str | None
-    size: tuple[int, int] | None  # (width, height); None is the model's own size
+    size: tuple[int, int] | None  # (width, height) of the picture; None is the model's own size
     steps: int
     cfg: float
     seed: int | None
     num_images: int
+    decoder: str | None  # None is the model's own
+    early_stop: int
     where: str
 
     @property
@@ -57,6 +71,8 @@ class PromptRow:
             "cfg": self.cfg,
             "seed": self.seed,
             "num_images": self.num_images,
+            "decoder": self.decoder,
+            "early_stop": self.early_stop,
         }
 
 

@@ -36,7 +36,8 @@ class Lane:
 
 def draw_contact_sheet(pictures: Sequence[Picture], labels: Sequence[str], columns: int = 4) -> Picture:
     """All pictures at their own size, each above its label."""
-    width, margin, line = 272, 16, 17
+    margin, line = 16, 17
+    width = max(272, *(picture.width + margin for picture in pictures))
     font = ImageFont.load_default(size=13)
     texts = ["\n".join(textwrap.fill(part, 38) for part in label.split("\n")) for label in labels]
     text_height = line * max(text.count("\n") + 1 for text in texts) + margin
