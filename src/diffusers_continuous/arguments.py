@@ -170,7 +170,7 @@ def check_pipeline(pipe: Any) -> None:
     if getattr(transformer, "is_cache_enabled", False):
         raise UnsupportedModelError(
             "the transformer's cache hooks keep one state for all requests and would mix them up; "
-            "call pipe.transformer.disable_cache() first"
+            "call pipe.transformer.disable_cache() and use ContinuousBatchingConfig(step_cache_threshold=...)"
         )
     device_type = torch.device(pipe._execution_device).type
     if torch.is_autocast_enabled(device_type):

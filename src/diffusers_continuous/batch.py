@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -20,9 +20,10 @@ from .request import Row, TextEmbeds
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Branch:
-    """One sequence of the forward: the conditional or the negative side of a row."""
+    """One sequence of the forward: the conditional or the negative side of a row; `call` is its call's first row."""
 
     row: int
+    call: int
     is_negative: bool
     text: TextEmbeds
     num_image_tokens: int
@@ -55,6 +56,17 @@ class Composition:
     prompt_embeds: torch.Tensor
     cond_slices: tuple[slice, ...]
     guidance: Guidance | None
+
+    def subset(self, indices: tuple[int, ...]) -> PackedLayout:
+        """The layout of some of the branches, over the same table of rows; made once for each choice."""
+        key = "subset", indices
+        if key not in self.layout.kept:
+            branches = [self.branches[i] for i in indices]
+            rotary = self.layout.rotary.split([branch.length for branch in self.branches])
+            layout = _packed_layout(branches, self.layout.calls, [rotary[i] for i in indices])
+            self.layout.kept[key] = replace(layout, kept=self.layout.kept)  # merged weights serve both
+        part: PackedLayout = self.layout.kept[key]
+        return part
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,7 +113,8 @@ class InputBatch:
 def _compose(key: tuple[object, ...], rows: Sequence[Row], model: StepModel) -> Composition:
     device = rows[0].latents.device
     branches = _sorted_branches(rows)
-    layout = _packed_layout(branches, rows, model, device)
+    calls = tuple(_neighbours([row.request for row in rows]))
+    layout = _packed_layout(branches, calls, [model.rotary(rows[b.row], b.is_negative) for b in branches])
     starts = np.cumsum([0, *(branch.num_image_tokens for branch in branches)])
     tokens = {
         (branch.row, branch.is_negative): slice(int(start), int(start) + branch.num_image_tokens)
@@ -133,25 +146,25 @@ def _guidance(rows: Sequence[Row], tokens: dict[tuple[int, bool], slice], device
 def _sorted_branches(rows: Sequence[Row]) -> tuple[Branch, ...]:
     """All branches, those of equal lengths next to each other, so that they are handled as one."""
     branches = []
-    for r, row in enumerate(rows):
-        assert row.text is not None
-        branches.append(Branch(r, False, row.text, row.num_image_tokens))
-        if row.negative_text is not None:
-            branches.append(Branch(r, True, row.negative_text, row.num_image_tokens))
     first_row: dict[object, int] = {}
     for r, row in enumerate(rows):
-        first_row.setdefault(row.request, r)
+        assert row.text is not None
+        call = first_row.setdefault(row.request, r)
+        branches.append(Branch(r, call, False, row.text, row.num_image_tokens))
+        if row.negative_text is not None:
+            branches.append(Branch(r, call, True, row.negative_text, row.num_image_tokens))
 
     def key(branch: Branch) -> tuple[int, ...]:
-        call = first_row[rows[branch.row].request]
-        return branch.num_image_tokens, branch.text.num_tokens, call, branch.is_negative, branch.row
+        return branch.num_image_tokens, branch.text.num_tokens, branch.call, branch.is_negative, branch.row
 
     return tuple(sorted(branches, key=key))
 
 
 def _packed_layout(
-    branches: Sequence[Branch], rows: Sequence[Row], model: StepModel, device: torch.device
+    branches: Sequence[Branch], calls: tuple[slice, ...], rotary: Sequence[torch.Tensor]
 ) -> PackedLayout:
+    """`calls` cut the table of rows; `rotary` has a table per branch."""
+    device = rotary[0].device
     text_lengths = np.array([branch.text.num_tokens for branch in branches])
     image_lengths = np.array([branch.num_image_tokens for branch in branches])
     owners = np.array([branch.row for branch in branches])
@@ -161,16 +174,16 @@ def _packed_layout(
     joint_index = np.empty(len(text_index) + len(image_index), dtype=np.int64)
     joint_index[text_index] = np.arange(len(text_index))
     joint_index[image_index] = np.arange(len(text_index), len(joint_index))
-    calls = _neighbours([(rows[branch.row].request, branch.is_negative) for branch in branches])
+    products = _neighbours([(branch.call, branch.is_negative) for branch in branches])
     return PackedLayout(
-        image=_stream(image_lengths, owners, calls, device),
-        text=_stream(text_lengths, owners, calls, device),
-        calls=tuple(_neighbours([row.request for row in rows])),
+        image=_stream(image_lengths, owners, products, device),
+        text=_stream(text_lengths, owners, products, device),
+        calls=calls,
         joint_runs=_runs(text_lengths + image_lengths),
         joint_index=_to(joint_index, device),
         text_index=_to(text_index, device),
         image_index=_to(image_index, device),
-        rotary=torch.cat([model.rotary(rows[branch.row], branch.is_negative) for branch in branches]),
+        rotary=torch.cat(list(rotary)),
     )
 
 

@@ -40,6 +40,8 @@ class EngineStats:
         schedule_ms, make_batch_ms, step_ms, encode_ms, decode_ms: Mean milliseconds of one decision, one batch built,
             one denoising step (batch building included), one encoding, one decoding.
         queue_wait_s, first_step_latency_s, latency_s: Of the requests that finished lately, in order of finishing.
+        num_branch_steps, num_skipped_branch_steps: Steps of guidance branches, and how many of them took the step cache
+            in place of most of the network.
         num_batch_retries: Batches that failed as a whole and were run again in parts.
         recent_steps: The last steps, oldest first.
     """
@@ -58,6 +60,8 @@ class EngineStats:
     num_batch_retries: int
     num_encoded_rows: int
     num_decoded_rows: int
+    num_branch_steps: int
+    num_skipped_branch_steps: int
     queue_wait_s: tuple[float, ...]
     first_step_latency_s: tuple[float, ...]
     latency_s: tuple[float, ...]
@@ -88,6 +92,7 @@ class StatsRecorder:
     _endings: Counter[str] = field(default_factory=Counter)
     _steps: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=NUM_REMEMBERED))
     _requests: deque[RequestMetrics] = field(default_factory=lambda: deque(maxlen=NUM_REMEMBERED))
+    _branch_steps: tuple[int, int] = (0, 0)
     num_batch_retries: int = 0
 
     def add(self, name: str, value: float) -> None:
@@ -107,11 +112,16 @@ class StatsRecorder:
         )
         with self._lock:
             self._steps.append(record)
-            self._rows[record.kind] += len(rows)
+            self._rows[record.kind] += sum(stage is not Stage.DECODE or row.image is not None for row in rows)
             self._sums.setdefault(record.kind, _Sum()).add(record.duration_ms)
             if stage is Stage.DENOISE:
                 self._sums.setdefault("rows", _Sum()).add(len(rows))
                 self._sums.setdefault("tokens", _Sum()).add(num_tokens)
+
+    def count_branches(self, num_branch_steps: int, num_skipped_branch_steps: int) -> None:
+        """Both totals so far."""
+        with self._lock:
+            self._branch_steps = num_branch_steps, num_skipped_branch_steps
 
     def add_ending(self, status: RequestStatus, metrics: RequestMetrics) -> None:
         """Count a request that ended."""
@@ -145,6 +155,8 @@ class StatsRecorder:
                 num_batch_retries=self.num_batch_retries,
                 num_encoded_rows=self._rows[Stage.ENCODE.value],
                 num_decoded_rows=self._rows[Stage.DECODE.value],
+                num_branch_steps=self._branch_steps[0],
+                num_skipped_branch_steps=self._branch_steps[1],
                 queue_wait_s=times("queue_wait_s"),
                 first_step_latency_s=times("first_step_latency_s"),
                 latency_s=times("latency_s"),

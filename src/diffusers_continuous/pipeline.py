@@ -124,7 +124,7 @@ class ContinuousBatchingMixin:
     def _make_engine(self, config: ContinuousBatchingConfig) -> DiffusionEngine:
         stats = StatsRecorder()
         backend = get_backend(config.attention_backend)
-        model = QwenImageStepModel(self, backend, config.prompt_cache_size, config.max_decode_bytes)
+        model = QwenImageStepModel(self, backend, config)
         runner = DiffusionModelRunner(model, self._execution_device, stats)
         make_request = weakref.WeakMethod(self._make_request)
 

@@ -93,7 +93,8 @@ class Row:
 
     `latents` is (image tokens, channels); `image` is (3, height, width) in -1..1 once decoded. `num_steps` are the
     denoising steps to be done, which are fewer than the noise scheduler's when the request stops early.
-    `decode_state` is what a decoder of several steps keeps between them.
+    `decode_state` is what a decoder of several steps keeps between them; `step_cache` what a branch (negative or not)
+    keeps of its last full step, which may be thrown away at any time.
     """
 
     request: RequestState
@@ -115,6 +116,7 @@ class Row:
     decode_step: int = 0
     num_bypassed: int = 0
     noise_pred: torch.Tensor | None = None
+    step_cache: dict[bool, Any] = field(default_factory=dict)
     decode_state: Any = None
     image: torch.Tensor | None = None
     row_id: int = field(default_factory=lambda: next(_row_ids))

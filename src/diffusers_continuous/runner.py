@@ -156,7 +156,9 @@ class DiffusionModelRunner:
         batch = InputBatch.make(rows, self._model, self._compositions.get(scale))
         self._compositions[scale] = batch.composition
         self._stats.add("make_batch", 1e3 * (self._clock() - start))
-        return self._model.denoise_step(batch)
+        predictions = self._model.denoise_step(batch)
+        self._stats.count_branches(self._model.num_branch_steps, self._model.num_skipped_branch_steps)
+        return predictions
 
     def _step(self, rows: Sequence[Row], predictions: dict[Row, torch.Tensor], errors: Errors) -> None:
         try:

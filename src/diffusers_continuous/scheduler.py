@@ -71,9 +71,12 @@ class StepScheduler:
         self.waiting.extend(state.rows[:1] if state.is_gang else state.rows)
 
     def remove(self, state: RequestState) -> None:
-        """Forget the rows of `state`, wherever they are."""
+        """Forget the rows of `state`, wherever they are, and what they keep from step to step."""
         for queue in (self.waiting, self.running, self.decoding):
             queue[:] = [row for row in queue if row.request is not state]
+        for row in state.rows:
+            row.step_cache.clear()
+            row.decode_state = None
 
     def forget_texts(self) -> None:
         """The text encoder may have changed: waiting prompts that were encoded ahead are encoded again."""
@@ -221,6 +224,7 @@ class StepScheduler:
         """Free the row's place in the batch; it is decoded next, or done when only its latents were asked for."""
         if row in self.running:
             self.running.remove(row)
+        row.step_cache.clear()
         if row.request.params.output_type == "latent":
             row.stage = Stage.DONE
         else:

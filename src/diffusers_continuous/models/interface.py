@@ -91,12 +91,20 @@ class PackedLayout:
 
 
 class StepModel(Protocol):
-    """A diffusion model taken apart into steps. All methods run on the runner's thread under `no_grad`."""
+    """A diffusion model taken apart into steps. All methods run on the runner's thread under `no_grad`.
+
+    Attributes:
+        num_branch_steps: Guidance branches that went through `denoise_step`, a branch counted at every step.
+        num_skipped_branch_steps: How many of them used their step cache in place of most of the network.
+    """
 
     @property
     def device(self) -> torch.device:
         """Where rows live and forwards run."""
         ...
+
+    num_branch_steps: int
+    num_skipped_branch_steps: int
 
     @property
     def is_phased(self) -> bool:

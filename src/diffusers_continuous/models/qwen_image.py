@@ -17,6 +17,7 @@ import torch
 from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
 
 from ..attention import AttentionBackend
+from ..config import ContinuousBatchingConfig
 from ..decode import LatentPreview, PiDStage, decode_latents
 from ..errors import FLOAT16_ADVICE, EngineStoppedError, UnsupportedModelError
 from ..hooks import model_offload_hook
@@ -28,6 +29,7 @@ from .qwen_image_transformer import (
     install_packed_forward,
     uninstall_packed_forward,
 )
+from .step_cache import BranchCache, StepCache
 
 if TYPE_CHECKING:
     from ..batch import InputBatch
@@ -61,22 +63,20 @@ class QwenImageStepModel:
     Args:
         pipe: The pipeline; its components are read at every call, so an exchanged one is used from then on.
         attention: Backend of the packed forward.
-        prompt_cache_size: Most prompts whose embeddings are kept.
-        max_decode_bytes: Most bytes of a PiD step, beside the weights; 0 for no limit.
+        config: Sizes of its caches and limits of its steps.
     """
 
-    def __init__(
-        self, pipe: QwenImagePipeline, attention: AttentionBackend, prompt_cache_size: int, max_decode_bytes: int = 0
-    ) -> None:
+    def __init__(self, pipe: QwenImagePipeline, attention: AttentionBackend, config: ContinuousBatchingConfig) -> None:
         self._pipe_ref = weakref.ref(pipe)
         self._transformer_ref = weakref.ref(pipe.transformer)
         self._attention = attention
         self._prompts: OrderedDict[tuple[str, int], TextEmbeds] = OrderedDict()
         self._captions: OrderedDict[str, torch.Tensor] = OrderedDict()
-        self._prompt_cache_size = prompt_cache_size
+        self._config = config
+        self.num_branch_steps = self.num_skipped_branch_steps = 0
         self._rotary: OrderedDict[tuple[Any, ...], torch.Tensor] = OrderedDict()
         self._preview = LatentPreview()
-        self._pid = PiDStage(max_decode_bytes)
+        self._pid = PiDStage(config.max_decode_bytes)
         install_packed_forward(pipe.transformer, self)
 
     def reset(self) -> None:
@@ -201,7 +201,7 @@ class QwenImageStepModel:
 
     def _remember(self, key: tuple[str, int], text: TextEmbeds) -> None:
         self._prompts[key] = text
-        while len(self._prompts) > self._prompt_cache_size:
+        while len(self._prompts) > self._config.prompt_cache_size:
             self._prompts.popitem(last=False)
 
     # ------------------------------------------------------------------ denoise
@@ -217,7 +217,7 @@ class QwenImageStepModel:
             if text.positions is not None:
                 words = words[list(text.positions)]
             self._rotary[key] = torch.cat([words, image])
-            while len(self._rotary) > 4 * self._prompt_cache_size + 16:
+            while len(self._rotary) > 4 * self._config.prompt_cache_size + 16:
                 self._rotary.popitem(last=False)
         self._rotary.move_to_end(key)
         return self._rotary[key]
@@ -247,14 +247,25 @@ class QwenImageStepModel:
         check_rows_stay_apart(transformer)
         self._make_room(transformer)
         scale = batch.rows[0].request.params.lora_scale
+        cache = self._step_cache(batch) if self._config.step_cache_threshold else None
         noise_pred = transformer(
             hidden_states=batch.latents,
             encoder_hidden_states=batch.composition.prompt_embeds,
             timestep=batch.timesteps / 1000,
             attention_kwargs={"scale": scale} if scale != 1.0 else None,
-            packed=Packed(batch.layout, self._attention, can_merge(transformer)),
+            packed=Packed(batch.layout, self._attention, can_merge(transformer), cache),
         )
+        self.num_branch_steps += batch.layout.num_rows
+        self.num_skipped_branch_steps += 0 if cache is None else cache.num_skipped
         return batch.scatter(_guide(noise_pred, batch))
+
+    def _step_cache(self, batch: InputBatch) -> StepCache:
+        """What every branch keeps between its steps, with its row."""
+        caches = [
+            batch.rows[branch.row].step_cache.setdefault(branch.is_negative, BranchCache())
+            for branch in batch.composition.branches
+        ]
+        return StepCache(caches, self._config.step_cache_threshold, batch.composition.subset)
 
     def step_scheduler(self, rows: Sequence[Row], noise_pred: torch.Tensor) -> None:
         """One `noise_scheduler.step` for rows that share one; sets `latents`, `noise_pred` and `step`."""
@@ -306,7 +317,7 @@ class QwenImageStepModel:
         for prompt, embeds in captions.items():
             self._captions[prompt] = embeds
             self._captions.move_to_end(prompt)
-        while len(self._captions) > self._prompt_cache_size:
+        while len(self._captions) > self._config.prompt_cache_size:
             self._captions.popitem(last=False)
         return captions
 

@@ -17,7 +17,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ from ..attention import AttentionBackend
 from ..errors import UnsupportedModelError
 from ..hooks import has_stateful_hooks, is_bare, restore_forward, set_innermost_forward
 from .interface import PackedLayout, TokenStream
+from .step_cache import StepCache
 
 # Up to this many runs of equal-length rows are modulated one by one by broadcasting; with more, one gather per token
 # is cheaper than the many small calls.
@@ -52,6 +53,7 @@ class Packed:
     layout: PackedLayout
     attention: AttentionBackend
     can_merge: bool = False
+    cache: StepCache | None = None
 
 
 # By name and not as `type(self).forward`, which the compiler cannot trace.
@@ -124,7 +126,7 @@ def check_rows_stay_apart(transformer: QwenImageTransformer2DModel) -> None:
         if has_stateful_hooks(block) or has_stateful_hooks(block.attn):
             raise UnsupportedModelError(
                 "the transformer's cache hooks keep one state for all requests and would mix them up; "
-                "call pipe.transformer.disable_cache() first"
+                "call pipe.transformer.disable_cache() and use ContinuousBatchingConfig(step_cache_threshold=...)"
             )
 
 
@@ -175,9 +177,26 @@ def _packed_transformer(
     image = _by_call(self.img_in, hidden_states, layout.image)  # (image tokens, dim)
     text = _by_call(self.txt_in, self.txt_norm(encoder_hidden_states), layout.text)  # (text tokens, dim)
     temb = _embed_time(self.time_text_embed, timestep.to(image.dtype), image, layout)  # (rows, dim)
-    for block in self.transformer_blocks:
-        text, image = block(hidden_states=image, encoder_hidden_states=text, temb=temb, packed=packed)
+    image = _packed_blocks(self.transformer_blocks, image, text, temb, packed)
     return _by_call(self.proj_out, self.norm_out(image, temb, packed=packed), layout.image)
+
+
+def _packed_blocks(
+    blocks: Any, image: torch.Tensor, text: torch.Tensor, temb: torch.Tensor, packed: Packed
+) -> torch.Tensor:
+    """The image tokens after all blocks: (image tokens, dim)."""
+    first, *later = blocks
+
+    def run_later(image: torch.Tensor, text: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
+        part = packed if layout is packed.layout else replace(packed, layout=layout)
+        for block in later:
+            text, image = block(hidden_states=image, encoder_hidden_states=text, temb=temb, packed=part)
+        return image
+
+    text, after = first(hidden_states=image, encoder_hidden_states=text, temb=temb, packed=packed)
+    if packed.cache is None:
+        return run_later(after, text, packed.layout)
+    return packed.cache.run(image, after, text, packed.layout, run_later)
 
 
 def _norm_out_forward(self: AdaLayerNormContinuous, *args: Any, packed: Packed | None = None, **kwargs: Any) -> Any:

@@ -1,0 +1,85 @@
+"""The step cache: the same decisions and pictures as diffusers' first-block cache alone, in a crowd too."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from diffusers import FirstBlockCacheConfig, QwenImagePipeline
+
+from conftest import assert_latents_equal, generator, load_stock
+from diffusers_continuous.errors import ConfigError
+
+THRESHOLD = 0.12
+CALLS: list[dict[str, Any]] = [
+    {"prompt": "a red star on a blue background", "height": 128, "width": 128, "num_inference_steps": 20},
+    {"prompt": "a large green ring on a white background", "height": 96, "width": 64, "num_inference_steps": 12},
+    {"prompt": "a black cross above a yellow heart on a red background", "height": 64, "width": 96},
+    {"prompt": "a white square", "height": 64, "width": 64, "true_cfg_scale": 1.0, "num_inference_steps": 16},
+]
+
+
+def arguments(call: dict[str, Any], seed: int) -> dict[str, Any]:
+    negative = {} if call.get("true_cfg_scale") == 1.0 else {"negative_prompt": " "}
+    return {"num_inference_steps": 20, "output_type": "latent", **negative, **call, "generator": generator(seed)}
+
+
+@pytest.fixture(scope="module")
+def cached_stock() -> Iterator[QwenImagePipeline]:
+    """The stock pipeline with diffusers' own first-block cache."""
+    pipe = load_stock()
+    pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=THRESHOLD))
+    yield pipe
+    pipe.transformer.disable_cache()
+
+
+def test_every_row_of_a_crowd_equals_the_stock_pipeline_with_diffusers_first_block_cache(make_pipe, cached_stock):
+    pipe = make_pipe(step_cache_threshold=THRESHOLD)
+    outputs = pipe.generate_batch([arguments(call, seed) for seed, call in enumerate(CALLS)])
+    for seed, (call, output) in enumerate(zip(CALLS, outputs.values(), strict=True)):
+        expected = cached_stock(**arguments(call, seed)).images
+        assert_latents_equal(output.latents, expected)
+
+
+def test_at_least_a_quarter_of_the_block_evaluations_is_saved(make_pipe, stock):
+    pipe = make_pipe(step_cache_threshold=THRESHOLD)
+    latents = pipe(**arguments(CALLS[0], 0)).images
+    stats = pipe._engine.stats()
+    num_blocks = len(pipe.transformer.transformer_blocks)
+    evaluations = num_blocks * stats.num_branch_steps - (num_blocks - 1) * stats.num_skipped_branch_steps
+    assert stats.num_branch_steps == 40
+    assert num_blocks * stats.num_branch_steps / evaluations >= 1.3
+    assert not torch.equal(latents, stock(**arguments(CALLS[0], 0)).images)
+
+
+def test_without_a_threshold_nothing_is_skipped(pipe, stock):
+    assert_latents_equal(pipe(**arguments(CALLS[1], 1)).images, stock(**arguments(CALLS[1], 1)).images)
+    assert pipe._engine.stats().num_skipped_branch_steps == 0
+
+
+def test_what_is_kept_goes_with_the_row(make_pipe):
+    def live_bytes() -> int:
+        gc.collect()
+        tensors = {id(o): o for o in gc.get_objects() if type(o) is torch.Tensor}
+        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors.values()}.values())
+
+    pipe = make_pipe(step_cache_threshold=THRESHOLD)
+    call = {**arguments(CALLS[3], 3), "generator": None, "seed": 3}
+    pipe(**call)
+    before = live_bytes()
+    stream = pipe.stream(**call)
+    while next(stream).step < 3:
+        pass
+    stream.close()
+    pipe(**call)
+    del stream
+    assert live_bytes() == before
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.0, "0.1", None])
+def test_a_threshold_that_makes_no_sense_is_refused(make_pipe, value):
+    with pytest.raises(ConfigError, match="step_cache_threshold"):
+        make_pipe(step_cache_threshold=value)
