@@ -85,12 +85,15 @@ def make_transformer() -> PiDTransformer2DModel:
     for block in transformer.patch_blocks:
         for modulation in (block.adaLN_modulation_img[0], block.adaLN_modulation_txt[0]):
             nn.init.normal_(modulation.weight, std=0.02)
-            _start_bias(modulation.bias, (6, -1))
+            _start_bias(modulation.bias, (6, -1), gate=0.3)
     for block in transformer.pixel_blocks:
         modulation = block.adaLN_modulation[0]
         modulation.weight.data.copy_(_smooth_modulation(transformer.config.patch_size, modulation.weight.shape))
-        _start_bias(modulation.bias, (block.pixels_per_patch, 6, -1))
+        _start_bias(modulation.bias, (block.pixels_per_patch, 6, -1), gate=1.0)
     _pass_noise(transformer)
+    for linear, std in ((transformer.t_embedder.mlp[0], 0.09), (transformer.t_embedder.mlp[2], 0.2)):
+        nn.init.normal_(linear.weight, std=std)  # so that times differ by about 1, or all seem the same for long
+    transformer.s_embedder.proj.weight.data.mul_(0.3)  # mostly noise, which the patches must not drown in
     return transformer
 
 
@@ -112,10 +115,10 @@ def _pass_noise(transformer: PiDTransformer2DModel) -> None:
     last.weight.data[:, colors] = torch.eye(3) * (len(rest) * constant**2 / 8 + 3 * gain**2 / 8) ** 0.5 / gain
 
 
-def _start_bias(bias: torch.Tensor, shape: tuple[int, ...]) -> None:
-    """Gates (of the attention and of the MLP) at 0.3, so that all parts learn at once."""
+def _start_bias(bias: torch.Tensor, shape: tuple[int, ...], gate: float) -> None:
+    """Open gates (of the attention and of the MLP), so that all parts learn at once."""
     nn.init.zeros_(bias)
-    bias.data.view(shape)[..., [2, 5], :] = 0.3
+    bias.data.view(shape)[..., [2, 5], :] = gate
 
 
 def _smooth_modulation(patch_size: int, shape: torch.Size) -> torch.Tensor:
