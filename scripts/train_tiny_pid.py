@@ -56,6 +56,12 @@ SHARE_OF_CLEAN = 0.25
 INSTRUCTION = ""
 DEFAULT_OUTPUT = Path(__file__).parents[1] / "src/diffusers_continuous/assets/tiny-pid"
 
+# The first pass is at the schedule's first time, now and then at 1; the second at one of the others. The last is the
+# picture that is handed out.
+FIRST_TIMES, FIRST_SHARES = (DISTILLED_TIMES[0], 1.0), (0.9, 0.1)
+LATER_TIMES, LATER_SHARES = DISTILLED_TIMES[1:-1], (0.2, 0.3, 0.5)
+SHARE_OF_OWN = 0.5
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Network, text encoder, tokenizer
@@ -63,7 +69,7 @@ DEFAULT_OUTPUT = Path(__file__).parents[1] / "src/diffusers_continuous/assets/ti
 
 
 def make_transformer() -> PiDTransformer2DModel:
-    """The v1.5 network, shrunk; noise passes through it from the start, and modulations are smooth."""
+    """3.0 M parameters: the v1.5 network, shrunk. It sees through noise from the start; modulations are smooth."""
     torch.manual_seed(3)
     transformer = PiDTransformer2DModel(
         hidden_size=64,
@@ -90,29 +96,36 @@ def make_transformer() -> PiDTransformer2DModel:
         modulation = block.adaLN_modulation[0]
         modulation.weight.data.copy_(_smooth_modulation(transformer.config.patch_size, modulation.weight.shape))
         _start_bias(modulation.bias, (block.pixels_per_patch, 6, -1), gate=1.0)
-    _pass_noise(transformer)
     for linear, std in ((transformer.t_embedder.mlp[0], 0.09), (transformer.t_embedder.mlp[2], 0.2)):
         nn.init.normal_(linear.weight, std=std)  # so that times differ by about 1, or all seem the same for long
     transformer.s_embedder.proj.weight.data.mul_(0.3)  # mostly noise, which the patches must not drown in
+    _start_velocity(transformer, transformer.pixel_blocks[0])
     return transformer
 
 
-def _pass_noise(transformer: PiDTransformer2DModel) -> None:
-    """Noise comes out as it went in, nearly; what else it takes to be a velocity is left to learn.
+@torch.no_grad()
+def _start_velocity(transformer: PiDTransformer2DModel, block: nn.Module) -> None:
+    """The velocity starts as noisy / time, the picture as gray: what is left to learn is the picture.
 
-    On its way is a norm over the 8 values of a pixel, whose denominator a large constant in the other values keeps from
-    depending on the noise. The colors take values in which the position varies slowly, to be corrected by patches.
+    Of a pixel's 8 values three carry (noisy - picture), in places where the position varies slowly, so that patches can
+    correct for it. The others hold a constant times the time, by the attention's gate, and are so large that the norm
+    in the final layer does nothing but divide by them.
     """
-    colors, gain, constant = [1, 3, 5], 3.0, 13.0
-    rest = [index for index in range(8) if index not in colors]
+    colors, rest, gain, constant = [1, 3, 5], [0, 2, 4, 6, 7], 3.0, 26.0
     embedder, last = transformer.pixel_embedder.proj, transformer.final_layer.linear
-    nn.init.zeros_(embedder.weight)
-    nn.init.zeros_(embedder.bias)
-    embedder.weight.data[colors] = gain * torch.eye(3)
-    embedder.bias.data[rest] = constant
-    nn.init.zeros_(last.weight)
-    nn.init.zeros_(last.bias)
-    last.weight.data[:, colors] = torch.eye(3) * (len(rest) * constant**2 / 8 + 3 * gain**2 / 8) ** 0.5 / gain
+    for param in (*embedder.parameters(), *last.parameters()):
+        nn.init.zeros_(param)
+    embedder.weight[colors] = gain * torch.eye(3)
+    embedder.bias[rest] = constant
+    last.weight[:, colors] = torch.eye(3) * constant * (len(rest) / 8) ** 0.5 / gain
+    times = torch.tensor([*LATER_TIMES, *FIRST_TIMES])
+    conditions = F.silu(transformer.t_embedder(NETWORK_TIMES * times, torch.float32))  # (times, hidden_size)
+    modulation, expand = block.adaLN_modulation[0], block.expand_from_attn
+    gates = (block.pixels_per_patch, 6, 8)  # the attention's is the third
+    modulation.weight.view(*gates, -1)[:, 2, rest] = torch.linalg.pinv(conditions) @ (1 - times)
+    modulation.bias.view(gates)[:, 2, rest] = 0.0
+    expand.weight.view(block.pixels_per_patch, 8, -1)[:, rest] = 0.0
+    expand.bias.view(block.pixels_per_patch, 8)[:, rest] = -constant
 
 
 def _start_bias(bias: torch.Tensor, shape: tuple[int, ...], gate: float) -> None:
@@ -256,12 +269,6 @@ def sample_sigmas(count: int) -> torch.Tensor:
 # Training
 # ---------------------------------------------------------------------------------------------------------------------
 
-# The first pass is at the schedule's first time, now and then at 1; the second at one of the others. The last is the
-# picture that is handed out.
-FIRST_TIMES, FIRST_SHARES = (DISTILLED_TIMES[0], 1.0), (0.9, 0.1)
-LATER_TIMES, LATER_SHARES = DISTILLED_TIMES[1:-1], (0.2, 0.3, 0.5)
-SHARE_OF_OWN = 0.5
-
 
 def _sample_times(times: tuple[float, ...], shares: tuple[float, ...], count: int) -> torch.Tensor:
     return torch.tensor(times)[torch.multinomial(torch.tensor(shares), count, replacement=True)]
@@ -404,7 +411,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("stage", choices=["train", "export"])
     parser.add_argument("--source-dir", type=Path, default=Path("runs/tiny-qwen-image"), help="the other training's")
     parser.add_argument("--work-dir", type=Path, default=Path("runs/tiny-pid"), help="where the checkpoint is kept")
-    parser.add_argument("--num-steps", type=int, default=2600, help="length of the training")
+    parser.add_argument("--num-steps", type=int, default=3600, help="length of the training")
     parser.add_argument("--num-workers", type=int, default=2, help="processes, one thread each")
     parser.add_argument("--max-minutes", type=float, default=math.inf, help="stop early, leaving a checkpoint")
     parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, help="folder the export stage writes")
