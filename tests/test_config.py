@@ -13,7 +13,11 @@ from diffusers_continuous.attention import available_backends, get_backend
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"scheduler_type": "fcsf"}, r"scheduler_type='fcsf' is not known; choose from \['fcfs'\].*'fcfs'"),
+        ({"scheduler_type": "fcsf"}, r"scheduler_type='fcsf' is not known; choose from \['edf', 'fcfs',.*'fcfs'"),
+        ({"on_hopeless": "drop"}, r"choose from \['fail', 'run_last'\]"),
+        ({"steps_per_chunk": 0}, "steps_per_chunk=0 .* at least 1, or 'auto'"),
+        ({"slo_scale": 0}, "slo_scale=0"),
+        ({"calibration": 3}, "calibration=3 must be a path"),
         ({"batch_layout": "paked"}, r"choose from \['auto', 'packed'\]"),
         ({"max_requests_per_batch": 0}, "max_requests_per_batch=0 .* at least 1"),
         ({"max_batch_tokens": 2.5}, "max_batch_tokens=2.5"),

@@ -14,8 +14,10 @@ from diffusers_continuous.request import RequestState, RequestStatus, Row, Sampl
 from diffusers_continuous.scheduler import MAX_BYPASSED, MAX_LOOKED_AT, StepScheduler
 
 
-def request(name, num_rows=1, tokens=64, steps=2, priority=0, callback=None, output_type="pil"):
-    params = SamplingParams(128, 128, steps, 1.0, False, output_type=output_type, priority=priority)
+def request(name, num_rows=1, tokens=64, steps=2, priority=0, callback=None, output_type="pil", deadline_s=None):
+    params = SamplingParams(
+        128, 128, steps, 1.0, False, output_type=output_type, priority=priority, deadline_s=deadline_s
+    )
     state = RequestState(name, params, RequestFuture(), callback=callback)
     state.rows = tuple(
         Row(

@@ -34,6 +34,7 @@ PATH = [
 NOUNS = {
     "arguments",
     "config",
+    "cost_model",
     "embedded",
     "errors",
     "futures",
@@ -73,7 +74,7 @@ def test_no_import_points_left():
             assert PATH.index(other) > PATH.index(module), f"{path} imports {other}, which is to its left"
 
 
-@pytest.mark.parametrize("module", ["scheduler", "policy", "request", "futures", "metrics", "config"])
+@pytest.mark.parametrize("module", ["scheduler", "policy", "request", "futures", "metrics", "config", "cost_model"])
 def test_deciding_imports_no_torch(module):
     code = f"import sys, diffusers_continuous.{module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -81,6 +81,7 @@ def check_arguments(
     callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",),
     max_sequence_length: int = 512,
     *,
+    deadline_s: float | None = None,
     priority: int = 0,
     request_id: str | None = None,
     seed: int | None = None,
@@ -99,6 +100,9 @@ def check_arguments(
     num_images_per_prompt = _whole("num_images_per_prompt", num_images_per_prompt, 1)
     max_sequence_length = _whole("max_sequence_length", max_sequence_length, 1, MAX_SEQUENCE_LENGTH)
     priority = _whole("priority", priority)
+    deadline_s = None if deadline_s is None else _finite("deadline_s", deadline_s)
+    if deadline_s is not None and deadline_s <= 0:
+        raise RequestError(f"deadline_s={deadline_s!r} must be above 0: it counts from the call")
     true_cfg_scale = _finite("true_cfg_scale", true_cfg_scale)
     sigmas = _check_sigmas(sigmas)
     seed = None if seed is None else _whole("seed", seed, 0, MAX_SEED)
@@ -141,6 +145,7 @@ def check_arguments(
             early_stop_steps=early_stop_steps,
             lora_scale=_lora_scale(attention_kwargs),
             priority=priority,
+            deadline_s=deadline_s,
             callback_tensor_inputs=tuple(callback_on_step_end_tensor_inputs),
         ),
         prompts=[text for text in prompts for _ in range(num_images_per_prompt)],

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import math
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
 from .errors import ConfigError, ContinuousBatchingError
 
-SCHEDULER_TYPES = ("fcfs",)
+SCHEDULER_TYPES = ("edf", "fcfs", "least_slack", "slo")
+ON_HOPELESS = ("fail", "run_last")
 BATCH_LAYOUTS = ("auto", "packed")
 
 
@@ -23,7 +26,16 @@ class ContinuousBatchingConfig:
         max_batch_tokens: Most tokens (image and text, both guidance branches) in one forward. A row that is larger
             runs alone.
         max_queue_size: Most rows that may wait; one more raises `QueueFullError`. 0 means no limit.
-        scheduler_type: The policy. `"fcfs"`: by `priority`, then by arrival.
+        scheduler_type: The policy; with each, a lower `priority` goes first. `"fcfs"`: by arrival, and what runs stays.
+            The others choose anew at every chunk of steps. `"edf"`: by deadline. `"least_slack"`: by deadline less the
+            predicted remaining time. `"slo"`: as many requests on time as can be.
+        steps_per_chunk: Steps between two decisions about who runs, at least 1; `"auto"` takes as many as keep
+            deciding below 1 % of the time.
+        slo_scale: The deadline of a request that names none, in multiples of its predicted time alone.
+        on_hopeless: What `"slo"` does with a request that can no longer be on time. `"run_last"`: it runs after those
+            that can. `"fail"`: it ends at once with a `DeadlineError`.
+        calibration: File of `scripts/calibrate_cost_model.py` for this device and model. Without one, durations are
+            learned while running.
         batch_layout: How the tokens of a batch lie in memory. `"packed"`: one sequence without padding.
         attention_backend: `"auto"` picks by device; else a name of `attention.available_backends()`.
         prompt_cache_size: Most prompts whose embeddings are kept for the next request that uses them.
@@ -40,6 +52,10 @@ class ContinuousBatchingConfig:
     max_batch_tokens: int = 16384
     max_queue_size: int = 0
     scheduler_type: str = "fcfs"
+    steps_per_chunk: int | str = 1
+    slo_scale: float = 3.0
+    on_hopeless: str = "run_last"
+    calibration: str | None = None
     batch_layout: str = "auto"
     attention_backend: str = "auto"
     prompt_cache_size: int = 128
@@ -62,7 +78,15 @@ class ContinuousBatchingConfig:
             raise ConfigError(f"max_phase_s={self.max_phase_s!r} must be a number of seconds above 0")
         if not isinstance(self.step_cache_threshold, int | float) or not 0 <= self.step_cache_threshold < 1:
             raise ConfigError(f"step_cache_threshold={self.step_cache_threshold!r} must be a number from 0 to below 1")
+        if not isinstance(self.slo_scale, int | float) or not 0 < self.slo_scale < math.inf:
+            raise ConfigError(f"slo_scale={self.slo_scale!r} must be a finite number above 0")
+        steps = self.steps_per_chunk
+        if steps != "auto" and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
+            raise ConfigError(f"steps_per_chunk={steps!r} must be a whole number of at least 1, or 'auto'")
+        if self.calibration is not None and not isinstance(self.calibration, str | os.PathLike):
+            raise ConfigError(f"calibration={self.calibration!r} must be a path")
         check_known("scheduler_type", self.scheduler_type, SCHEDULER_TYPES)
+        check_known("on_hopeless", self.on_hopeless, ON_HOPELESS)
         check_known("batch_layout", self.batch_layout, BATCH_LAYOUTS)
         if not isinstance(self.attention_backend, str):
             raise ConfigError(f"attention_backend={self.attention_backend!r} must be a name")

@@ -182,7 +182,7 @@ class DiffusionEngine:
 
     def _has_nothing_running(self) -> bool:
         is_idle = self._thread is None or not self._thread.is_alive()
-        if is_idle or not (self._is_in_step or self.scheduler.running or self.scheduler.decoding):
+        if is_idle or not (self._is_in_step or self.scheduler.has_started()):
             return True
         if self._held():
             raise RuntimeError(
@@ -294,11 +294,28 @@ class DiffusionEngine:
             raise RequestError(f"request_id={request_id!r} is not known, or its result was taken already")
         return future
 
+    def position(self, request_id: str) -> int | None:
+        """How many requests get a place before this one, itself counted; 0 when it runs, None when it has ended."""
+        with self._condition:
+            state = self._active.get(request_id)
+            return None if state is None else self.scheduler.position(state)
+
+    def eta_s(self, request_id: str) -> float | None:
+        """Seconds until it will have ended, as predicted if nobody else comes; None when it has."""
+        with self._condition:
+            state, now = self._active.get(request_id), self.clock()
+            return None if state is None else self.scheduler.eta(state, now) - now
+
     def stats(self) -> EngineStats:
         """A snapshot of what the engine does and did."""
         with self._condition:
-            num_running, num_waiting = len(self.scheduler.running), self.scheduler.num_waiting
-        return self._stats.snapshot(num_running, num_waiting)
+            scheduler = self.scheduler
+            return self._stats.snapshot(
+                len(scheduler.running),
+                scheduler.num_waiting,
+                scheduler.num_preemptions,
+                scheduler.cost_model.prediction_error(),
+            )
 
     # ------------------------------------------------------------------ the loop
 
@@ -335,6 +352,10 @@ class DiffusionEngine:
                 if not self._num_pauses or self._is_stopping:
                     start = self.clock()
                     output = self.scheduler.schedule(start)
+                    for state in output.hopeless:
+                        self._end(state, RequestStatus.FAILED, state.error)
+                    if output.is_empty and output.hopeless:
+                        continue  # it may have been all that a stopping engine waited for
                     if not output.is_empty:
                         self._stats.add("schedule", 1e3 * (self.clock() - start))
                         self._is_in_step = True
@@ -351,6 +372,8 @@ class DiffusionEngine:
             live = [state for state in dict.fromkeys(row.request for row in output.denoise) if self._is_active(state)]
             for state in live:
                 state.is_in_callback = state.is_gang and not any(row in errors for row in state.rows)
+            for work in self.runner.take_timings():
+                self.scheduler.cost_model.observe(*work)
             ended = self.scheduler.update_from_output(output, errors)
         for state in ended:
             self._finish(state)

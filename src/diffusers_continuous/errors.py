@@ -4,6 +4,7 @@ ContinuousBatchingError
 ├── RequestError             this request is wrong (also a ValueError); names the value and the limit
 ├── StepFailedError          this request failed while running; says in which step
 ├── RequestCancelledError    this request was cancelled
+├── DeadlineError            this request could not be done in time, and was to fail then; names the predicted time
 ├── QueueFullError           no room in the queue; try again later
 ├── EngineStoppedError       the engine takes no (more) requests; `__cause__` is what killed it, if anything did
 ├── ConfigError              an option is unknown or its value impossible (also a ValueError)
@@ -29,6 +30,10 @@ class StepFailedError(ContinuousBatchingError):
 
 class RequestCancelledError(ContinuousBatchingError):
     """The request was cancelled before it finished."""
+
+
+class DeadlineError(ContinuousBatchingError):
+    """The request can no longer make its deadline, and `on_hopeless="fail"`. The text has the predicted time."""
 
 
 class QueueFullError(ContinuousBatchingError):

@@ -42,6 +42,9 @@ class EngineStats:
         queue_wait_s, first_step_latency_s, latency_s: Of the requests that finished lately, in order of finishing.
         num_branch_steps, num_skipped_branch_steps: Steps of guidance branches, and how many of them took the step cache
             in place of most of the network.
+        num_on_time: Requests that finished by their deadline.
+        num_preemptions: How often a running row made way for others and waited again.
+        prediction_error: Median relative error of the predicted durations lately, by kind of work.
         num_batch_retries: Batches that failed as a whole and were run again in parts.
         recent_steps: The last steps, oldest first.
     """
@@ -50,6 +53,9 @@ class EngineStats:
     num_waiting: int
     num_steps: int
     num_by_status: dict[str, int]
+    num_on_time: int
+    num_preemptions: int
+    prediction_error: dict[str, float]
     mean_rows_per_step: float
     mean_tokens_per_step: float
     schedule_ms: float
@@ -94,6 +100,7 @@ class StatsRecorder:
     _requests: deque[RequestMetrics] = field(default_factory=lambda: deque(maxlen=NUM_REMEMBERED))
     _branch_steps: tuple[int, int] = (0, 0)
     num_batch_retries: int = 0
+    num_on_time: int = 0
 
     def add(self, name: str, value: float) -> None:
         """Add one value to the mean called `name`."""
@@ -129,8 +136,11 @@ class StatsRecorder:
             self._endings[status.value] += 1
             if status is RequestStatus.FINISHED:
                 self._requests.append(metrics)
+                self.num_on_time += bool(metrics.is_on_time)
 
-    def snapshot(self, num_running: int, num_waiting: int) -> EngineStats:
+    def snapshot(
+        self, num_running: int, num_waiting: int, num_preemptions: int, prediction_error: dict[str, float]
+    ) -> EngineStats:
         """Everything so far."""
         with self._lock:
 
@@ -145,6 +155,9 @@ class StatsRecorder:
                 num_waiting=num_waiting,
                 num_steps=self._sums["rows"].count if "rows" in self._sums else 0,
                 num_by_status=dict(self._endings),
+                num_on_time=self.num_on_time,
+                num_preemptions=num_preemptions,
+                prediction_error=prediction_error,
                 mean_rows_per_step=mean("rows"),
                 mean_tokens_per_step=mean("tokens"),
                 schedule_ms=mean("schedule"),

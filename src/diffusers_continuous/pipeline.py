@@ -34,6 +34,7 @@ from .arguments import CALL_ARGUMENTS, CallArguments, check_arguments
 from .attention import get_backend
 from .callbacks import RequestPipelineView, StepCallback
 from .config import ContinuousBatchingConfig, check_known, resolve_config
+from .cost_model import StepCostModel
 from .engine import DiffusionEngine
 from .errors import EngineStoppedError, RequestError, UnsupportedModelError
 from .futures import RequestFuture
@@ -134,7 +135,8 @@ class ContinuousBatchingMixin:
                 raise EngineStoppedError("the pipeline of this engine is gone")
             return method(**arguments)
 
-        engine = DiffusionEngine(StepScheduler(config), runner, make, stats)
+        cost_model = StepCostModel() if config.calibration is None else StepCostModel.load(config.calibration)
+        engine = DiffusionEngine(StepScheduler(config, cost_model=cost_model), runner, make, stats)
         weakref.finalize(self, _stop_orphan, weakref.ref(engine)).atexit = False
         return engine
 
@@ -499,6 +501,7 @@ class ContinuousBatchingPipeline(ContinuousBatchingMixin, QwenImagePipeline):
         callback_on_step_end_tensor_inputs: list[str] = ["latents"],  # noqa: B006
         max_sequence_length: int = 512,
         *,
+        deadline_s: float | None = None,
         priority: int = 0,
         request_id: str | None = None,
         seed: int | None = None,
@@ -511,6 +514,8 @@ class ContinuousBatchingPipeline(ContinuousBatchingMixin, QwenImagePipeline):
         Every stock argument means what it means there. In addition:
 
         Args:
+            deadline_s: Seconds from now until the pictures should be there. By default `slo_scale` times what the
+                request is predicted to take alone.
             priority: Lower runs first.
             request_id: A name for cancelling and for error texts; made up when None.
             seed: Row k draws its noise from `seed + k`. Without `seed`, `generator` and `latents` a seed is drawn
@@ -525,7 +530,7 @@ class ContinuousBatchingPipeline(ContinuousBatchingMixin, QwenImagePipeline):
         Raises:
             RequestError: for a bad argument, with the value and the limit.
             StepFailedError: when this request failed while running.
-            RequestCancelledError, QueueFullError, EngineStoppedError: as their names say.
+            DeadlineError, RequestCancelledError, QueueFullError, EngineStoppedError: as their names say.
         """
         arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         return self._call(**arguments)

@@ -1,34 +1,148 @@
-"""In which order waiting rows are considered. Knows numbers only: no torch, no device, no batch.
+"""In which order rows run. Knows numbers only: no torch, no device, no batch.
 
-A policy is one small object with one method.
+A policy is one small object: where a row stands in the queue, and which rows go first now. Times are seconds on the
+engine's clock; `row.remaining_ms` is what the cost model predicts for the row alone, over all of its stages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+import itertools
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
+from .cost_model import StepCostModel
 from .request import Row
 
 
 class Policy(Protocol):
-    """Orders rows; the scheduler takes them in that order while they fit."""
+    """Orders rows; the scheduler takes them in that order while they fit.
 
-    def order(self, waiting: Sequence[Row], running: Sequence[Row], now: float) -> list[Row]:
-        """Hand back `waiting`, the row to run first in front. `now` is in seconds on the engine's clock."""
+    Attributes:
+        is_preemptive: A running row goes back to the queue when others are in front of it; else it runs to its end.
+        keeps_deadlines: The scheduler sets aside what can no longer be on time, and lets no row join a batch whose
+            slower steps would make another one late.
+    """
+
+    is_preemptive: bool
+    keeps_deadlines: bool
+
+    def key(self, row: Row) -> tuple[float, ...]:
+        """Where `row` stands in the queue, the smallest in front. It does not change while the row waits."""
+        ...
+
+    def order(self, waiting: Sequence[Row], running: Sequence[Row], now: float) -> Iterable[Row]:
+        """The rows to consider, the one to run first in front. `waiting` comes sorted by `key`."""
         ...
 
 
 class FCFS:
     """First come, first served; a lower `priority` goes before a higher one."""
 
-    def order(self, waiting: Sequence[Row], running: Sequence[Row], now: float) -> list[Row]:
-        """Order by priority; Python's sort is stable, so arrival decides among equals."""
-        return sorted(waiting, key=_priority)
+    is_preemptive = False
+    keeps_deadlines = False
+
+    def key(self, row: Row) -> tuple[float, ...]:
+        """Priority; the queue keeps the order of arrival among equals."""
+        return (row.request.params.priority,)
+
+    def order(self, waiting: Sequence[Row], running: Sequence[Row], now: float) -> Iterable[Row]:
+        """Who waits, in that order; who runs stays."""
+        return waiting
 
 
-def _priority(row: Row) -> int:
-    return row.request.params.priority
+class EDF:
+    """Earliest deadline first."""
+
+    is_preemptive = True
+    keeps_deadlines = False
+
+    def key(self, row: Row) -> tuple[float, ...]:
+        """Priority, then deadline."""
+        return row.request.params.priority, row.request.deadline_s
+
+    def order(self, waiting: Sequence[Row], running: Sequence[Row], now: float) -> Iterable[Row]:
+        """Everybody by `key`; among equals, who runs stays."""
+        return heapq.merge(sorted(running, key=self.key), waiting, key=self.key)
 
 
-POLICIES: dict[str, type[Policy]] = {"fcfs": FCFS}
+class LeastSlack(EDF):
+    """Least slack first: deadline, less now, less the remaining time."""
+
+    def key(self, row: Row) -> tuple[float, ...]:
+        """Priority, then the latest moment to start; it orders like the slack, as now is the same for all."""
+        return row.request.params.priority, row.request.deadline_s - row.remaining_ms / 1e3
+
+
+@dataclass(slots=True)
+class SLO(EDF):
+    """As many requests on time as can be: earliest deadline first, without those that would make others late.
+
+    Moore and Hodgson's rule: walk the requests by deadline and add up their remaining times; whenever the sum passes a
+    deadline, give up the longest request so far. For one machine no other choice keeps more of them. What was given up
+    runs after the others, the shortest first. A lower `priority` goes before all of that.
+    """
+
+    cost_model: StepCostModel
+
+    keeps_deadlines = True
+
+    def order(self, waiting: Sequence[Row], running: Sequence[Row], now: float) -> Iterable[Row]:
+        """Per priority: the kept requests by deadline, then the others by remaining time."""
+        rows = sorted((*running, *waiting), key=self.key)
+        pace = self._pace(running)
+        if rows and rows[0].request.params.priority == rows[-1].request.params.priority:
+            return _keep_most(rows, now, pace)
+        return self._by_priority(rows, now, pace)
+
+    def _by_priority(self, rows: Sequence[Row], now: float, pace: float) -> Iterable[Row]:
+        for _, equals in itertools.groupby(rows, key=lambda row: row.request.params.priority):
+            group = list(equals)
+            yield from _keep_most(group, now, pace)
+            now += pace * sum(row.remaining_ms for row in group)
+
+    def _pace(self, running: Sequence[Row]) -> float:
+        """Seconds of the device per millisecond of a row alone: fewer when rows share their steps."""
+        costs = [row.cost for row in running if row.cost is not None]
+        alone_ms = sum(cost.step_ms for cost in costs)
+        if not alone_ms:
+            return 1e-3
+        together_ms = self.cost_model.ms("denoise", sum(c.tokens for c in costs), sum(c.pairs for c in costs))
+        return 1e-3 * min(1.0, together_ms / alone_ms)
+
+
+def _keep_most(rows: Iterable[Row], now: float, pace: float) -> Iterator[Row]:
+    """Moore-Hodgson over requests: `rows` are sorted by deadline, the rows of one request next to each other."""
+    requests = [tuple(group) for _, group in itertools.groupby(rows, key=_request)]
+    total_ms = 0.0
+    kept: list[tuple[float, int]] = []  # a heap of (-milliseconds, index), the longest request in front
+    given_up: list[tuple[float, int]] = []
+    for index, group in enumerate(requests):
+        room_s = group[0].request.deadline_s - now
+        ms = group[0].remaining_ms if len(group) == 1 else sum(row.remaining_ms for row in group)
+        if 1e-3 * max(row.remaining_ms for row in group) > room_s:
+            given_up.append((ms, index))
+            continue
+        total_ms += ms
+        heapq.heappush(kept, (-ms, index))
+        if pace * total_ms > room_s:
+            longest, index = heapq.heappop(kept)
+            total_ms += longest
+            given_up.append((-longest, index))
+    is_given_up = {index for _, index in given_up}
+    for index, group in enumerate(requests):
+        if index not in is_given_up:
+            yield from group
+    for _, index in sorted(given_up):
+        yield from requests[index]
+
+
+_request = operator.attrgetter("request")
+
+
+def make_policy(scheduler_type: str, cost_model: StepCostModel) -> Policy:
+    """The policy that a config names."""
+    plain: dict[str, type[Policy]] = {"edf": EDF, "fcfs": FCFS, "least_slack": LeastSlack}
+    return SLO(cost_model) if scheduler_type == "slo" else plain[scheduler_type]()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     import torch
     from PIL import Image
 
+    from .cost_model import RowCost
     from .futures import RequestFuture
 
 # Tokens that follow every prompt in the chat template, plus a few for normalisation: a byte-level tokenizer never
@@ -64,6 +66,7 @@ class SamplingParams:
     early_stop_steps: int = 0
     lora_scale: float = 1.0
     priority: int = 0
+    deadline_s: float | None = None
     callback_tensor_inputs: tuple[str, ...] = ("latents",)
 
 
@@ -94,7 +97,8 @@ class Row:
     `latents` is (image tokens, channels); `image` is (3, height, width) in -1..1 once decoded. `num_steps` are the
     denoising steps to be done, which are fewer than the noise scheduler's when the request stops early.
     `decode_state` is what a decoder of several steps keeps between them; `step_cache` what a branch (negative or not)
-    keeps of its last full step, which may be thrown away at any time.
+    keeps of its last full step, which may be thrown away at any time. The scheduler keeps `cost` and `remaining_ms`,
+    the predicted time until the row's picture if it were alone.
     """
 
     request: RequestState
@@ -115,6 +119,8 @@ class Row:
     step: int = 0
     decode_step: int = 0
     num_bypassed: int = 0
+    cost: RowCost | None = None
+    remaining_ms: float = 0.0
     noise_pred: torch.Tensor | None = None
     step_cache: dict[bool, Any] = field(default_factory=dict)
     decode_state: Any = None
@@ -158,9 +164,10 @@ def _num_text_tokens(text: TextEmbeds | None, prompt: str | None, max_sequence_l
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Times of one request on the engine's clock, in seconds."""
+    """Times of one request on the engine's clock, in seconds. `deadline_s` is when its pictures should be there."""
 
     arrival_s: float
+    deadline_s: float = math.inf
     first_step_s: float | None = None
     first_step_end_s: float | None = None
     finish_s: float | None = None
@@ -174,6 +181,11 @@ class RequestMetrics:
     def first_step_latency_s(self) -> float | None:
         """From arrival to the end of the first denoising step."""
         return None if self.first_step_end_s is None else self.first_step_end_s - self.arrival_s
+
+    @property
+    def is_on_time(self) -> bool | None:
+        """True when it ended by its deadline; None until it has ended."""
+        return None if self.finish_s is None else self.finish_s <= self.deadline_s
 
     @property
     def latency_s(self) -> float | None:
@@ -216,6 +228,11 @@ class RequestState:
         return self.callback is not None
 
     @property
+    def deadline_s(self) -> float:
+        """When its pictures should be there, on the engine's clock."""
+        return self.metrics.deadline_s
+
+    @property
     def step(self) -> int:
         """Steps that every row has done."""
         return min(row.step for row in self.rows)
@@ -248,11 +265,15 @@ class RequestState:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """The scheduler's decision: the rows of the next step, by what they need. A newcomer is encoded, then denoised."""
+    """The scheduler's decision: the rows of the next step, by what they need. A newcomer is encoded, then denoised.
+
+    `hopeless` are requests that end now, since they can no longer be on time; no rows of theirs are in the step.
+    """
 
     encode: tuple[Row, ...] = ()
     decode: tuple[Row, ...] = ()
     denoise: tuple[Row, ...] = ()
+    hopeless: tuple[RequestState, ...] = ()
 
     @property
     def is_empty(self) -> bool:

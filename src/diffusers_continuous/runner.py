@@ -15,12 +15,14 @@ from typing import Any, TypeVar
 import torch
 
 from .batch import Composition, InputBatch
+from .cost_model import kind_of
 from .errors import EngineStoppedError, StepFailedError
 from .metrics import StatsRecorder
 from .models.interface import StepModel
 from .request import RequestState, Row, SchedulerOutput, Stage
 
 Errors = dict[Row, BaseException]
+Timing = tuple[str, Sequence[Row], float]  # the kind of work, on which rows, how many milliseconds
 T = TypeVar("T")
 
 
@@ -50,6 +52,7 @@ class DiffusionModelRunner:
         self._stats = stats
         self._clock = clock
         self._compositions: dict[float, Composition] = {}  # by LoRA scale: such rows share a forward
+        self._timings: list[Timing] = []
 
     # ------------------------------------------------------------------ what the engine asks
 
@@ -72,6 +75,11 @@ class DiffusionModelRunner:
             for scale in self._compositions.keys() - {_lora_scale(rows[0]) for rows in denoise}:
                 del self._compositions[scale]
         return errors
+
+    def take_timings(self) -> list[Timing]:
+        """How long the last work took, each piece once; what failed or had to be repeated is left out."""
+        timings, self._timings = self._timings, []
+        return timings
 
     def make_output(self, state: RequestState) -> Any:
         """The pictures of a finished request."""
@@ -112,9 +120,17 @@ class DiffusionModelRunner:
     # ------------------------------------------------------------------ one step
 
     def _timed(self, stage: Stage, rows: Sequence[Row], work: Callable[[Sequence[Row]], None], errors: Errors) -> None:
-        start = self._clock()
+        start, num_retries = self._clock(), self._stats.num_batch_retries
         self._isolating(stage, rows, work, errors)
-        self._stats.add_step(stage, rows, start, self._clock(), num_tokens=0)
+        self._told(stage, rows, start, num_retries, errors)
+
+    def _told(self, stage: Stage, rows: Sequence[Row], start: float, num_retries: int, errors: Errors) -> None:
+        """Tell everybody who keeps count how long it took."""
+        end = self._clock()
+        num_tokens = sum(row.num_tokens for row in rows) if stage is Stage.DENOISE else 0
+        self._stats.add_step(stage, rows, start, end, num_tokens)
+        if self._stats.num_batch_retries == num_retries and not any(row in errors for row in rows):
+            self._timings.append((kind_of(stage, rows[0]), rows, 1e3 * (end - start)))
 
     def _decode(self, rows: Sequence[Row]) -> None:
         self._model.post_decode(rows)
@@ -123,9 +139,8 @@ class DiffusionModelRunner:
             raise ArithmeticError("the decoded picture has non-finite pixels")
 
     def _denoise(self, rows: Sequence[Row], errors: Errors) -> None:
-        start = self._clock()
+        start, num_retries = self._clock(), self._stats.num_batch_retries
         predictions: dict[Row, torch.Tensor] = {}
-        num_tokens = sum(row.num_tokens for row in rows)
 
         def forward(part: Sequence[Row]) -> None:
             self._model.prepare_denoise([row for row in part if row.step == 0])
@@ -142,7 +157,7 @@ class DiffusionModelRunner:
         for state in dict.fromkeys(row.request for row in rows):
             if state.metrics.first_step_s is None:
                 state.metrics.first_step_s, state.metrics.first_step_end_s = start, end
-        self._stats.add_step(Stage.DENOISE, rows, start, end, num_tokens)
+        self._told(Stage.DENOISE, rows, start, num_retries, errors)
 
     def _check_last_latents(self, rows: Sequence[Row], errors: Errors) -> None:
         """No later prediction would show that the last noise-scheduler step left non-finite values."""

@@ -3,16 +3,27 @@
 A row goes ENCODE -> DENOISE -> DECODE -> DONE. It holds a place in the batch from its encoding until its last
 denoising step; decoding needs no place, so the next row moves up at once. Decoders of several steps take turns with
 the denoising, one step of theirs for one step of everybody else.
+
+A preemptive policy chooses the batch anew at every chunk of steps, from all rows that are active, and says whether a
+long decoder is next. A row that makes way goes back to the queue as it stands, with its latents, its step and its noise
+scheduler, so that it goes on later as if nothing had happened.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import bisect
+import dataclasses
+import heapq
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import InitVar, dataclass, field
 
 from .config import ContinuousBatchingConfig
-from .errors import QueueFullError, RequestError
-from .policy import POLICIES, Policy
+from .cost_model import RowCost, StepCostModel
+from .errors import DeadlineError, QueueFullError, RequestError
+from .policy import Policy, make_policy
 from .request import RequestState, RequestStatus, Row, SchedulerOutput, Stage
 
 # How many later rows may pass a row that does not fit yet. Passing keeps the device busy; the bound keeps the large
@@ -22,6 +33,13 @@ MAX_BYPASSED = 16
 MAX_LOOKED_AT = 64
 # With model offload: how many waiting rows are encoded while the text encoder is on the device anyway.
 MAX_ENCODED_AHEAD = 16
+# A row joins others only where its share of their step is below this part of its step alone: where sharing saves
+# nothing, one after the other is better, since it leaves the choice open.
+MAX_SHARE = 0.9
+# What is late anyway goes last; still, one chunk in so many belongs to the oldest of it, however full we are.
+AGEING_CHUNKS = 64
+# `steps_per_chunk="auto"`: deciding takes at most this part of the time, with chunks of at most so many steps.
+MAX_OVERHEAD, MAX_AUTO_CHUNK = 0.01, 10
 # Image tokens whose decoding steps are taken together: small pictures share a forward, large ones (1,024 tokens are
 # 512 x 512 pixels before a decoder's own scale) would only make everybody else wait longer for their next step.
 MAX_DECODE_TOKENS = 1024
@@ -29,90 +47,177 @@ MAX_DECODE_TOKENS = 1024
 
 @dataclass(slots=True)
 class StepScheduler:
-    """Holds `waiting`, `running` and `decoding` rows and decides what runs next. Not thread-safe: the engine locks.
+    """Holds the rows that wait, run and are decoded and decides what runs next. Not thread-safe: the engine locks.
 
     Args:
-        config: Capacity in rows and tokens, queue limit.
-        policy: In which order waiting rows are considered; by default what `config.scheduler_type` names.
+        config: Capacity in rows and tokens, queue limit, policy.
+        policy: In which order rows are considered; by default what `config.scheduler_type` names.
+        cost_model: Predicts durations.
         is_phased: True when only one big component fits the device (`enable_model_cpu_offload`): a step is then
             encoding only, denoising only or decoding only, and changes as seldom as `max_phase_s` allows.
+        timer: Seconds; measures what a decision takes.
+
+    Attributes:
+        waiting: Sorted by the policy's key.
+        late: Waits too, but can no longer be on time; the shortest in front.
+        num_preemptions: How often a row that ran went back to the queue.
     """
 
     config: ContinuousBatchingConfig
-    policy: Policy | None = None
+    policy: InitVar[Policy | None] = None
+    cost_model: StepCostModel = field(default_factory=StepCostModel)
     is_phased: bool = False
+    timer: Callable[[], float] = time.perf_counter
     waiting: list[Row] = field(default_factory=list)
+    late: list[Row] = field(default_factory=list)
     running: list[Row] = field(default_factory=list)
     decoding: list[Row] = field(default_factory=list)
     is_holding: bool = False
+    num_preemptions: int = 0
+    _policy: Policy = field(init=False)
     _is_denoising_due: bool = False
     _phase_since: float | None = None
+    _chunk_left: int = 0
+    _decision_ms: float = 0.0
+    _costs_version: int = 0
+    _has_guessed: bool = False
+    _next_late_s: float = math.inf
+    _ageing_due_s: float | None = None
 
-    def __post_init__(self) -> None:
-        if self.policy is None:
-            self.policy = POLICIES[self.config.scheduler_type]()
+    def __post_init__(self, policy: Policy | None) -> None:
+        self._policy = policy or make_policy(self.config.scheduler_type, self.cost_model)
 
     # ------------------------------------------------------------------ requests in and out
 
     def add_request(self, state: RequestState) -> None:
-        """Queue the rows of `state`.
+        """Queue the rows of `state`, and set its deadline: `deadline_s` or `slo_scale` x its time alone after arrival.
 
         Raises:
-            QueueFullError: when they would make more than `max_queue_size` rows wait.
+            QueueFullError: when they would make more than `max_queue_size` rows wait; says for how long.
             RequestError: when they alone are more than that.
         """
-        limit = self.config.max_queue_size
-        if limit and len(state.rows) > limit:
-            raise RequestError(f"a request of {len(state.rows)} rows can never wait: max_queue_size={limit}")
-        if limit and self.num_waiting + len(state.rows) > limit:
+        self._check_room(state)
+        for row in state.rows:
+            self._estimate(row)
+        self._set_deadline(state)
+        for leader in state.rows[:1] if state.is_gang else state.rows:
+            self._enqueue(leader)
+
+    def _check_room(self, state: RequestState) -> None:
+        limit, num_rows = self.config.max_queue_size, len(state.rows)
+        if limit and num_rows > limit:
+            raise RequestError(f"a request of {num_rows} rows can never wait: max_queue_size={limit}")
+        excess = self.num_waiting + num_rows - limit
+        if limit and excess > 0:
+            now = state.metrics.arrival_s
+            finishes = itertools.islice(self._forecast(now), excess - 1, None)
+            room_s = next((finish_s for _, finish_s in finishes), now)
             raise QueueFullError(
-                f"{len(state.rows)} more rows do not fit: {self.num_waiting} rows wait and max_queue_size={limit}"
+                f"{num_rows} more rows do not fit: {self.num_waiting} rows wait and max_queue_size={limit}; "
+                f"there will be room in about {room_s - now:.1f} s"
             )
-        self.waiting.extend(state.rows[:1] if state.is_gang else state.rows)
+
+    def _set_deadline(self, state: RequestState) -> None:
+        seconds = state.params.deadline_s
+        if seconds is None:
+            seconds = self.config.slo_scale * self.cost_model.standalone_ms(state) / 1e3
+            self._has_guessed |= not self.cost_model.is_informed
+        state.metrics.deadline_s = state.metrics.arrival_s + seconds
+
+    def _estimate(self, row: Row) -> None:
+        """Work out what the row costs and what is left of it."""
+        row.cost = self.cost_model.cost_of(row)
+        row.remaining_ms = self.cost_model.remaining_ms(row)
+
+    def _enqueue(self, leader: Row) -> None:
+        self._next_late_s = min(self._next_late_s, _latest_start_s(leader))
+        bisect.insort(self.waiting, leader, key=self._policy.key)
 
     def remove(self, state: RequestState) -> None:
         """Forget the rows of `state`, wherever they are, and what they keep from step to step."""
-        for queue in (self.waiting, self.running, self.decoding):
+        for queue in (self.waiting, self.late, self.running, self.decoding):
             queue[:] = [row for row in queue if row.request is not state]
         for row in state.rows:
             row.step_cache.clear()
             row.decode_state = None
+        self._chunk_left = 0
 
     def forget_texts(self) -> None:
         """The text encoder may have changed: waiting prompts that were encoded ahead are encoded again."""
-        for row in (row for leader in self.waiting for row in _gang(leader)):
+        for row in (row for leader in (*self.waiting, *self.late) for row in _gang(leader)):
             row.text = row.text if row.prompt is None else None
             row.negative_text = row.negative_text if row.negative_prompt is None else None
             row.stage = Stage.ENCODE
 
     def has_requests(self) -> bool:
         """True while any row waits, runs or is to be decoded."""
-        return bool(self.waiting or self.running or self.decoding)
+        return bool(self.waiting or self.late or self.running or self.decoding)
+
+    def has_started(self) -> bool:
+        """True while anything is under way: it runs, is decoded, or was paused in the middle."""
+        return bool(self.running or self.decoding) or any(row.step for row in (*self.waiting, *self.late))
 
     @property
     def num_waiting(self) -> int:
         """Rows that wait for a place; a gang counts all of its rows."""
-        return sum(len(_gang(row)) for row in self.waiting)
+        return sum(len(_gang(row)) for row in (*self.waiting, *self.late))
 
     # ------------------------------------------------------------------ deciding
 
     def schedule(self, now: float) -> SchedulerOutput:
-        """Decide the next step. Rows taken from `waiting` are in `running` afterwards."""
-        self._admit(now)
+        """Decide the next step. Rows taken from `waiting` are in `running` afterwards.
+
+        The requests in `hopeless` have left all queues, their error set; the caller ends them.
+        """
+        if self.cost_model.version != self._costs_version:
+            self._follow_cost_model()
+        hopeless = () if self._is_in_chunk else self._next_chunk(now)
         output = SchedulerOutput(
             encode=tuple(row for row in self.running if row.stage is Stage.ENCODE and not row.is_encoded),
             decode=self._next_decodes(),
             denoise=self._fitting(),
         )
-        if self.is_phased:
-            return self._one_phase(output, now)
+        output = self._one_phase(output, now) if self.is_phased else self._one_turn(output)
+        self._chunk_left -= 1
+        return dataclasses.replace(output, hopeless=hopeless) if hopeless else output
+
+    @property
+    def _is_in_chunk(self) -> bool:
+        """True while it is settled who runs."""
+        return self._chunk_left > 0 and not all(row.request.is_in_callback for row in self.running)
+
+    def _next_chunk(self, now: float) -> tuple[RequestState, ...]:
+        """Settle who runs in the next steps; hands back the requests that fail for want of time."""
+        start = self.timer()
+        hopeless = self._set_late_aside(now) if self._policy.keeps_deadlines else ()
+        if self._policy.is_preemptive:
+            self._choose(now)
+        else:
+            self._admit(now)
+        self._decision_ms += 0.1 * (1e3 * (self.timer() - start) - self._decision_ms)
+        self._chunk_left = self._num_chunk_steps()
+        return hopeless
+
+    def _num_chunk_steps(self) -> int:
+        steps = self.config.steps_per_chunk
+        if isinstance(steps, int):
+            return steps
+        step_ms = self.cost_model.rows_ms("denoise", self.running)
+        return max(1, min(MAX_AUTO_CHUNK, math.ceil(self._decision_ms / (MAX_OVERHEAD * step_ms))))
+
+    def _one_turn(self, output: SchedulerOutput) -> SchedulerOutput:
+        """Decode, or encode and denoise."""
         # Finished pictures go out before the others' next step, not after it; a decoder of many steps takes turns.
         is_long = any(row.num_decode_steps > 1 for row in output.decode)
-        if output.decode and not (is_long and self._is_denoising_due and (output.encode or output.denoise)):
-            self._is_denoising_due = is_long
+        waits = is_long and self._is_denoising_due and bool(output.encode or output.denoise)
+        is_decoding = bool(output.decode) and not waits
+        if not self._policy.is_preemptive:
+            self._is_denoising_due = is_decoding and is_long
+        if is_decoding:
             return SchedulerOutput(decode=output.decode)
-        self._is_denoising_due = False
         return SchedulerOutput(encode=output.encode, denoise=output.denoise)
+
+    # ------------------------------------------------------------------ the parts of a step
 
     def _next_decodes(self) -> tuple[Row, ...]:
         """Everything that one step finishes; else the first row's next step, shared with others of its size."""
@@ -122,38 +227,6 @@ class StepScheduler:
         first = self.decoding[0]
         alike = [row for row in self.decoding if _size(row) == _size(first)]
         return tuple(alike[: max(1, MAX_DECODE_TOKENS // first.num_image_tokens)])
-
-    def _admit(self, now: float) -> None:
-        """Move rows from `waiting` to `running` in policy order while rows and tokens fit."""
-        running = [row for row in self.running if not row.request.is_in_callback]
-        room_rows = self.config.max_requests_per_batch - len(running)
-        waiting = [row for row in self.waiting if row.request.passes_hold] if self.is_holding else self.waiting
-        if not waiting or room_rows <= 0:
-            return
-        room_tokens = self.config.max_batch_tokens - sum(row.num_tokens for row in running)
-        assert self.policy is not None
-        passed: Row | None = None
-        num_passed = 0
-        admitted: set[Row] = set()
-        for leader in self.policy.order(waiting, running, now):
-            gang = _gang(leader)
-            num_tokens = sum(row.num_tokens for row in gang)
-            fits = len(gang) <= room_rows and num_tokens <= room_tokens
-            if fits or not (running or admitted):  # what is larger than the budget runs alone
-                admitted.add(leader)
-                self.running.extend(gang)
-                room_rows -= len(gang)
-                room_tokens -= num_tokens
-                if passed is not None:
-                    passed.num_bypassed += 1
-            else:
-                passed = passed or leader
-                num_passed += 1
-            is_due = passed is not None and passed.num_bypassed >= MAX_BYPASSED
-            if room_rows <= 0 or room_tokens <= 0 or is_due or num_passed >= MAX_LOOKED_AT:
-                break
-        if admitted:
-            self.waiting[:] = [row for row in self.waiting if row not in admitted]
 
     def _fitting(self) -> tuple[Row, ...]:
         """Running rows that take part now. A gang's place is free while its callback runs, and may be taken then."""
@@ -169,6 +242,10 @@ class StepScheduler:
                 rows.extend(gang)
                 num_tokens += gang_tokens
         return tuple(rows)
+
+    def _admissible(self, queue: list[Row]) -> list[Row]:
+        """Those of `queue` that may run now: while newcomers are held, what is under way."""
+        return [row for row in queue if row.step or row.request.passes_hold] if self.is_holding else queue
 
     def _one_phase(self, output: SchedulerOutput, now: float) -> SchedulerOutput:
         """Keep one kind of work: denoise while there is a batch, but let nobody wait longer than `max_phase_s`."""
@@ -191,6 +268,186 @@ class StepScheduler:
         ahead = [row for leader in self.waiting[:MAX_ENCODED_AHEAD] for row in _gang(leader) if not row.is_encoded]
         return SchedulerOutput(encode=(*output.encode, *ahead[:MAX_ENCODED_AHEAD]) if output.encode else ())
 
+    # ------------------------------------------------------------------ first come, first served
+
+    def _admit(self, now: float) -> None:
+        """Move rows from `waiting` to `running` in policy order while rows and tokens fit."""
+        running = [row for row in self.running if not row.request.is_in_callback]
+        room_rows = self.config.max_requests_per_batch - len(running)
+        waiting = self._admissible(self.waiting)
+        if not waiting or room_rows <= 0:
+            return
+        room_tokens = self.config.max_batch_tokens - sum(row.num_tokens for row in running)
+        passed: Row | None = None
+        num_passed = 0
+        admitted: set[Row] = set()
+        for leader in self._policy.order(waiting, running, now):
+            gang = _gang(leader)
+            num_tokens = sum(row.num_tokens for row in gang)
+            fits = len(gang) <= room_rows and num_tokens <= room_tokens
+            if fits or not (running or admitted):  # what is larger than the budget runs alone
+                admitted.add(leader)
+                self.running.extend(gang)
+                room_rows -= len(gang)
+                room_tokens -= num_tokens
+                if passed is not None:
+                    passed.num_bypassed += 1
+            else:
+                passed = passed or leader
+                num_passed += 1
+            is_due = passed is not None and passed.num_bypassed >= MAX_BYPASSED
+            if room_rows <= 0 or room_tokens <= 0 or is_due or num_passed >= MAX_LOOKED_AT:
+                break
+        if admitted:
+            self.waiting[:] = [row for row in self.waiting if row not in admitted]
+
+    # ------------------------------------------------------------------ choosing anew
+
+    def _choose(self, now: float) -> None:
+        """Choose the batch from all that is active; who ran and is not in it goes back to the queue as it stands."""
+        movable = self._movable()
+        order = self._in_order(movable, now, self._take_aged(movable, now))
+        first = next(order, None)
+        if first is None:
+            return
+        self._is_denoising_due = first.stage is not Stage.DECODE
+        if first.stage is Stage.DECODE:
+            self.decoding.remove(first)
+            self.decoding.insert(0, first)
+        self._run(self._make_batch(itertools.chain((first,), order), now).leaders, movable, now)
+
+    def _movable(self) -> list[Row]:
+        """Who runs and can be stopped: a gang has a step half done while its callback runs."""
+        return [row for row in self.running if not row.request.is_in_callback and row is _gang(row)[0]]
+
+    def _in_order(self, movable: Sequence[Row], now: float, aged: Row | None = None) -> Iterator[Row]:
+        """Everybody who may run next: `aged`, then, by priority, the policy's order and what is late."""
+        late = [row for row in movable if self._is_late(row, now)]
+        on_time = [row for row in movable if row not in late]
+        decoding = [row for row in self.decoding if row.num_decode_steps > 1]
+        order = iter(self._policy.order(self._admissible(self.waiting), [*on_time, *decoding], now))
+        if late or self.late:
+            late = sorted([*late, *self._admissible(self.late)], key=_by_length)
+            order = heapq.merge(order, late, key=_priority)
+        return order if aged is None else itertools.chain((aged,), (row for row in order if row is not aged))
+
+    def _make_batch(self, order: Iterable[Row], now: float) -> _Batch:
+        """Rows in order while there is room for them."""
+        batch = _Batch(self.config, self.cost_model, self._policy.keeps_deadlines, now)
+        num_passed = 0
+        for leader in order:
+            if leader.stage is Stage.DECODE:
+                continue
+            num_passed += not batch.take(leader)
+            if batch.is_full or num_passed >= MAX_LOOKED_AT:
+                break
+        return batch
+
+    def _run(self, leaders: Mapping[Row, None], before: Sequence[Row], now: float) -> None:
+        """Let `leaders` run with their gangs; those of `before` that are not among them wait again."""
+        new = dict.fromkeys(row for row in leaders if row not in before)
+        stay = [row for row in self.running if row.request.is_in_callback or _gang(row)[0] in leaders]
+        self.running[:] = [*stay, *(row for leader in new for row in _gang(leader))]
+        for queue in (self.waiting, self.late) if new else ():
+            queue[:] = [row for row in queue if row not in new]
+        for row in before:
+            if row not in leaders:
+                self._pause(row, now)
+
+    def _pause(self, leader: Row, now: float) -> None:
+        self.num_preemptions += 1
+        if self._is_late(leader, now):
+            bisect.insort(self.late, leader, key=_by_length)
+        else:
+            self._enqueue(leader)
+
+    # ------------------------------------------------------------------ what is late
+
+    def _is_late(self, row: Row, now: float) -> bool:
+        """True when the row would miss its deadline even alone, and the policy minds."""
+        return self._policy.keeps_deadlines and _latest_start_s(row) < now
+
+    def _set_late_aside(self, now: float) -> tuple[RequestState, ...]:
+        """Move what is late to `late`, or, with `on_hopeless="fail"`, hand back its requests, removed."""
+        if self.config.on_hopeless == "fail" and self.cost_model.is_informed:
+            return self._give_up(now)
+        if self._next_late_s < now:
+            for row in (row for row in self.waiting if self._is_late(row, now)):
+                bisect.insort(self.late, row, key=_by_length)
+            self.waiting[:] = [row for row in self.waiting if not self._is_late(row, now)]
+            self._next_late_s = min(map(_latest_start_s, self.waiting), default=math.inf)
+        return ()
+
+    def _give_up(self, now: float) -> tuple[RequestState, ...]:
+        late = [row for row in (*self.waiting, *self.late, *self._movable()) if self._is_late(row, now)]
+        hopeless = tuple(dict.fromkeys(row.request for row in late))
+        for state in hopeless:
+            arrival_s, left_s = state.metrics.arrival_s, max(row.remaining_ms for row in state.rows) / 1e3
+            state.error = DeadlineError(
+                f"request {state.request_id!r} would be done {now + left_s - arrival_s:.1f} s after its arrival at the "
+                f"earliest; its deadline is {state.deadline_s - arrival_s:.1f} s"
+            )
+            self.remove(state)
+        return hopeless
+
+    def _take_aged(self, movable: Sequence[Row], now: float) -> Row | None:
+        """The oldest of what is late, when its turn has come."""
+        late = [*self._admissible(self.late), *(row for row in movable if self._is_late(row, now))]
+        if not late:
+            self._ageing_due_s = None
+            return None
+        is_due = self._ageing_due_s is not None and now >= self._ageing_due_s
+        if self._ageing_due_s is None or is_due:
+            oldest = min(late, key=_arrival)
+            self._ageing_due_s = now + AGEING_CHUNKS * self._num_chunk_steps() * _cost(oldest).step_ms / 1e3
+        return oldest if is_due else None
+
+    def _follow_cost_model(self) -> None:
+        """Predictions have changed: so have the order of the queue and, where they were guesses, deadlines."""
+        self._costs_version = self.cost_model.version
+        leaders = (*self.waiting, *self.late, *self.running, *self.decoding)
+        for row in (row for leader in leaders for row in _gang(leader)):
+            row.remaining_ms = self.cost_model.remaining_ms(row)
+        if self._has_guessed and self.cost_model.is_informed:
+            self._has_guessed = False
+            for state in dict.fromkeys(row.request for row in leaders):
+                self._set_deadline(state)
+        self.waiting[:] = sorted((*self.waiting, *self.late), key=self._policy.key)
+        self.late.clear()
+        self._next_late_s = -math.inf
+
+    # ------------------------------------------------------------------ looking ahead
+
+    def position(self, state: RequestState) -> int:
+        """How many requests get a place before `state`, itself counted; 0 when it has one."""
+        if any(row.request is state for row in (*self.running, *self.decoding)):
+            return 0
+        queue = dict.fromkeys(row.request for row in self._in_order((), -math.inf))
+        return 1 + list(queue).index(state)
+
+    def eta(self, state: RequestState, now: float) -> float:
+        """When `state` will have ended if nobody else comes, on the engine's clock."""
+        return max((finish_s for row, finish_s in self._forecast(now) if row.request is state), default=now)
+
+    def _forecast(self, now: float) -> Iterator[tuple[Row, float]]:
+        """Every active row (of a gang one) with its predicted finish, soonest first."""
+        for row in self.decoding:
+            now += row.remaining_ms / 1e3
+            yield row, now
+        order = self._in_order(self._movable(), now) if self._policy.is_preemptive else (*self.running, *self.waiting)
+        queue = [row for row in order if row.stage is not Stage.DECODE and row is _gang(row)[0]]
+        steps_left = {row: row.num_steps - row.step for row in queue}
+        while queue:
+            batch = self._make_batch(queue, -math.inf)
+            num_steps = min(steps_left[row] for row in batch.leaders)
+            now += num_steps * batch.step_ms / 1e3
+            for row in batch.leaders:
+                steps_left[row] -= num_steps
+                if steps_left[row] <= 0:
+                    now += row.num_decode_steps * _cost(row).decode_ms / 1e3
+                    yield row, now
+            queue = [row for row in queue if steps_left[row] > 0]
+
     # ------------------------------------------------------------------ after a step
 
     def update_from_output(self, output: SchedulerOutput, errors: Mapping[Row, BaseException]) -> list[RequestState]:
@@ -205,6 +462,7 @@ class StepScheduler:
         for row in live:
             if not row.request.status.is_ending:
                 self._move_on(row)
+                row.remaining_ms = self.cost_model.remaining_ms(row)
         ended = [state for state in dict.fromkeys(row.request for row in live) if self.settle(state)]
         for state in ended:
             if state.status is RequestStatus.FAILED:
@@ -214,6 +472,7 @@ class StepScheduler:
     def _move_on(self, row: Row) -> None:
         if row.stage is Stage.ENCODE and row.is_encoded:
             row.stage = Stage.DENOISE
+            row.cost = self.cost_model.cost_of(row)  # how long its text is, is known now
         if row.stage is Stage.DENOISE and row.remaining_steps == 0 and not row.request.is_in_callback:
             self.finish_denoising(row)
         elif row.stage is Stage.DECODE and row.image is not None:
@@ -224,6 +483,7 @@ class StepScheduler:
         """Free the row's place in the batch; it is decoded next, or done when only its latents were asked for."""
         if row in self.running:
             self.running.remove(row)
+            self._chunk_left = 0
         row.step_cache.clear()
         if row.request.params.output_type == "latent":
             row.stage = Stage.DONE
@@ -238,6 +498,59 @@ class StepScheduler:
         return state.status.is_ending
 
 
+@dataclass(slots=True)
+class _Batch:
+    """Rows that are to share their steps.
+
+    Args:
+        is_guarded: True where rows join only if that saves time and makes nobody late who would have been on time.
+    """
+
+    config: ContinuousBatchingConfig
+    cost_model: StepCostModel
+    is_guarded: bool
+    now: float
+    leaders: dict[Row, None] = field(default_factory=dict)
+    num_rows: int = 0
+    num_tokens: int = 0
+    tokens: float = 0.0
+    pairs: float = 0.0
+    step_ms: float = 0.0
+    allowed_ms: float = math.inf
+
+    @property
+    def is_full(self) -> bool:
+        """True when no row can join any more."""
+        return self.num_rows >= self.config.max_requests_per_batch or self.num_tokens >= self.config.max_batch_tokens
+
+    def take(self, leader: Row) -> bool:
+        """Let the row and its gang join; False, and no effect, when there is no room. The first one always fits."""
+        gang = _gang(leader)
+        num_rows = self.num_rows + len(gang)
+        num_tokens = self.num_tokens + sum(row.num_tokens for row in gang)
+        tokens = self.tokens + sum(_cost(row).tokens for row in gang)
+        pairs = self.pairs + sum(_cost(row).pairs for row in gang)
+        step_ms = self.cost_model.ms("denoise", tokens, pairs)
+        if self.leaders:
+            if num_rows > self.config.max_requests_per_batch or num_tokens > self.config.max_batch_tokens:
+                return False
+            share_ms = MAX_SHARE * sum(_cost(row).step_ms for row in gang)
+            if self.is_guarded and (step_ms > self.allowed_ms or step_ms - self.step_ms > share_ms):
+                return False
+        self.leaders[leader] = None
+        self.num_rows, self.num_tokens = num_rows, num_tokens
+        self.tokens, self.pairs, self.step_ms = tokens, pairs, step_ms
+        allowed_ms = self._allowed_ms(leader)
+        if allowed_ms >= step_ms:  # else it is late, and slower steps take nothing from it
+            self.allowed_ms = min(self.allowed_ms, allowed_ms)
+        return True
+
+    def _allowed_ms(self, row: Row) -> float:
+        """How long its steps may take for it to be on time."""
+        spare_ms = 1e3 * (_latest_start_s(row) - self.now)
+        return _cost(row).step_ms + spare_ms / max(1, row.num_steps - row.step)
+
+
 def _size(row: Row) -> tuple[int, int]:
     return row.request.params.height, row.request.params.width
 
@@ -245,3 +558,25 @@ def _size(row: Row) -> tuple[int, int]:
 def _gang(leader: Row) -> tuple[Row, ...]:
     """The rows that must be admitted together with `leader`."""
     return leader.request.rows if leader.request.is_gang else (leader,)
+
+
+def _cost(row: Row) -> RowCost:
+    assert row.cost is not None  # since it was added
+    return row.cost
+
+
+def _latest_start_s(row: Row) -> float:
+    """The last moment at which the row, alone from then on, would still be on time."""
+    return row.request.metrics.deadline_s - row.remaining_ms / 1e3
+
+
+def _priority(row: Row) -> int:
+    return row.request.params.priority
+
+
+def _by_length(row: Row) -> tuple[int, float]:
+    return row.request.params.priority, row.remaining_ms
+
+
+def _arrival(row: Row) -> float:
+    return row.request.metrics.arrival_s

@@ -1,0 +1,343 @@
+"""Predicted milliseconds of every kind of work, from the tokens that it touches. Knows numbers; no torch, no policy.
+
+A step of a batch takes a constant, plus its tokens, plus the pairs of tokens that attention compares. The same curve,
+with other numbers, serves encoding, VAE decoding and the steps of PiD. A curve is fitted from measured samples
+(`scripts/calibrate_cost_model.py`), kept as JSON, and followed online by one factor per kind.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .errors import ConfigError
+from .request import TEMPLATE_SUFFIX_TOKENS, RequestState, Row, Stage
+
+if TYPE_CHECKING:
+    from .request import TextEmbeds
+
+KINDS = ("encode", "denoise", "decode", "pid")
+
+# The factor is the lower median of so many ratios: work is slowed down by chance, never sped up.
+NUM_RATIOS = 15
+# A factor that moved by less than this is left alone, so that plans made with it stay valid.
+FACTOR_TOLERANCE = 0.05
+# Bytes of a prompt that make a token, about; only until it is encoded.
+BYTES_PER_TOKEN = 4
+# Rows whose texts differ by less than this many tokens share a cost; so many different ones are kept.
+TEXT_UNIT = 16
+MAX_COSTS = 1024
+# A model that nobody calibrated fits its curves itself, whenever it has twice the samples of the last time.
+FIRST_FIT, LAST_FIT = 16, 1024
+# What it believed before counts as a few weak samples, of these sizes, so that what it has not seen stays sane.
+PRIOR_TOKENS, PRIOR_WEIGHT = (256, 1024, 4096, 16384), 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Milliseconds of one piece of work: `constant_ms + per_token_ms * tokens + per_pair_ms * pairs`."""
+
+    constant_ms: float = 0.0
+    per_token_ms: float = 0.0
+    per_pair_ms: float = 0.0
+
+    def ms(self, tokens: float, pairs: float) -> float:
+        """How long the work takes."""
+        return self.constant_ms + self.per_token_ms * tokens + self.per_pair_ms * pairs
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One measured piece of work."""
+
+    tokens: float
+    pairs: float
+    ms: float
+
+
+# Only the shape of these matters until the first samples are there: a constant worth 1,000 tokens, so that small rows
+# are batched, and encoding and decoding worth a few steps.
+DEFAULT_CURVES = {
+    "encode": Curve(50.0, 0.5),
+    "denoise": Curve(25.0, 0.025),
+    "decode": Curve(5.0, 0.05),
+    "pid": Curve(25.0, 0.25),
+}
+
+
+@dataclass(slots=True)
+class RowCost:
+    """What one row costs when it is alone; rows of one shape share it and see it change.
+
+    Attributes:
+        tokens, pairs: What it adds to a denoising step.
+        encode_ms, step_ms, decode_ms: Its encoding, one of its denoising steps, one step of its decoder.
+    """
+
+    tokens: float
+    pairs: float
+    num_text_tokens: int
+    num_image_tokens: int
+    decode_kind: str | None
+    encode_ms: float = 0.0
+    step_ms: float = 0.0
+    decode_ms: float = 0.0
+
+
+@dataclass(slots=True)
+class StepCostModel:
+    """Predicts durations and learns from measured ones. Not thread-safe: the engine locks.
+
+    Args:
+        curves: Per kind of work; kinds that are missing start from a rough default and are fitted while running.
+        r2: How well the curves fitted their samples, per kind; only reported.
+        source: Where the curves come from, in words.
+
+    Attributes:
+        version: Goes up whenever predictions change.
+    """
+
+    curves: dict[str, Curve] = field(default_factory=dict)
+    r2: dict[str, float] = field(default_factory=dict)
+    source: str = "not calibrated"
+    version: int = 0
+    _learners: dict[str, _Learner] = field(default_factory=dict)
+    _costs: dict[tuple[int, int, int, str | None], RowCost] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._learners = {
+            kind: _Learner(self.curves.get(kind, DEFAULT_CURVES[kind]), is_fixed=kind in self.curves) for kind in KINDS
+        }
+
+    # ------------------------------------------------------------------ predictions
+
+    @property
+    def is_informed(self) -> bool:
+        """False while even a denoising step is only a guess."""
+        return self._learners["denoise"].is_informed
+
+    def ms(self, kind: str, tokens: float, pairs: float = 0.0) -> float:
+        """Milliseconds of one piece of work."""
+        learner = self._learners[kind]
+        return learner.factor * learner.curve.ms(tokens, pairs)
+
+    def rows_ms(self, kind: str, rows: Iterable[Row]) -> float:
+        """Milliseconds of one piece of work on all of `rows` together."""
+        return self.ms(kind, *_sum_of_work(kind, rows))
+
+    def cost_of(self, row: Row) -> RowCost:
+        """What `row` costs alone. Kept up to date: later corrections reach it."""
+        is_latent = row.request.params.output_type == "latent"
+        kind = None if is_latent else kind_of(Stage.DECODE, row)
+        num_text_tokens = -(-text_tokens(row) // TEXT_UNIT) * TEXT_UNIT
+        key = (row.num_image_tokens, row.num_branches, num_text_tokens, kind)
+        cost = self._costs.get(key)
+        if cost is None:
+            if len(self._costs) >= MAX_COSTS:
+                del self._costs[next(iter(self._costs))]
+            cost = RowCost(*_work("denoise", row), num_text_tokens, row.num_image_tokens, kind)
+            self._costs[key] = cost
+            self._price(cost)
+        return cost
+
+    def remaining_ms(self, row: Row) -> float:
+        """Milliseconds until the row's picture is there, if it had the device for itself."""
+        cost = row.cost or self.cost_of(row)
+        total = (row.num_decode_steps - row.decode_step) * cost.decode_ms
+        if row.stage is Stage.DECODE:
+            return total
+        if not row.is_encoded:
+            total += cost.encode_ms
+        return total + (row.num_steps - row.step) * cost.step_ms
+
+    def standalone_ms(self, state: RequestState) -> float:
+        """Milliseconds from start to end of a request that has the device for itself, its rows running together."""
+        rows, params = state.rows, state.params
+        new = [row for row in rows if not row.is_encoded]
+        total = self.rows_ms("encode", new) if new else 0.0
+        total += rows[0].num_steps * self.rows_ms("denoise", rows)
+        if params.output_type != "latent":
+            total += rows[0].num_decode_steps * self.rows_ms(kind_of(Stage.DECODE, rows[0]), rows)
+        return total
+
+    # ------------------------------------------------------------------ learning
+
+    def observe(self, kind: str, rows: Sequence[Row], ms: float) -> None:
+        """Take one measured duration into account; slow outliers do not matter."""
+        if ms > 0 and self._learners[kind].observe(Sample(*_sum_of_work(kind, rows), ms)):
+            self.version += 1
+            for cost in self._costs.values():
+                self._price(cost)
+
+    def prediction_error(self) -> dict[str, float]:
+        """Median relative error of the latest predictions, per kind that has run."""
+        return {kind: learner.error for kind, learner in self._learners.items() if learner.errors}
+
+    def _price(self, cost: RowCost) -> None:
+        cost.encode_ms = self.ms("encode", cost.num_text_tokens)
+        cost.step_ms = self.ms("denoise", cost.tokens, cost.pairs)
+        if cost.decode_kind is not None:
+            cost.decode_ms = self.ms(cost.decode_kind, cost.num_image_tokens, cost.num_image_tokens**2)
+
+    # ------------------------------------------------------------------ on disk
+
+    def save(self, path: str | Path) -> None:
+        """Write the curves as JSON.
+
+        Raises:
+            OSError: when the file cannot be written.
+        """
+        curves = {kind: asdict(learner.scaled_curve) for kind, learner in self._learners.items()}
+        content = {"source": self.source, "curves": curves, "r2": self.r2}
+        Path(path).write_text(json.dumps(content, indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> StepCostModel:
+        """Read what `save` wrote.
+
+        Raises:
+            ConfigError: when the file is not there or is something else.
+        """
+        try:
+            content = json.loads(Path(path).read_text())
+            curves = {kind: Curve(**values) for kind, values in content["curves"].items()}
+            model = cls(curves, dict(content.get("r2", {})), str(content.get("source", path)))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"calibration={str(path)!r} is no file of scripts/calibrate_cost_model.py") from error
+        unknown = sorted(curves.keys() - set(KINDS))
+        if unknown:
+            raise ConfigError(f"calibration={str(path)!r} has {unknown}; known are {list(KINDS)}")
+        return model
+
+
+@dataclass(slots=True)
+class _Learner:
+    """One kind of work: its curve, the factor that corrects it, and what both are learned from."""
+
+    curve: Curve
+    is_fixed: bool
+    factor: float = 1.0
+    num_samples: int = 0
+    ratios: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_RATIOS))
+    errors: deque[float] = field(default_factory=lambda: deque(maxlen=4 * NUM_RATIOS))
+    samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=LAST_FIT))
+
+    @property
+    def is_informed(self) -> bool:
+        return self.is_fixed or bool(self.ratios)
+
+    @property
+    def error(self) -> float:
+        return statistics.median(self.errors)
+
+    @property
+    def scaled_curve(self) -> Curve:
+        return Curve(*(self.factor * value for value in asdict(self.curve).values()))
+
+    def observe(self, sample: Sample) -> bool:
+        """True when predictions have changed."""
+        expected = self.curve.ms(sample.tokens, sample.pairs)
+        if expected <= 0:
+            return False
+        self.errors.append(abs(self.factor * expected / sample.ms - 1.0))
+        self.ratios.append(sample.ms / expected)
+        self.num_samples += 1
+        if not self.is_fixed:
+            self.samples.append(sample)
+            if FIRST_FIT <= self.num_samples <= LAST_FIT and self.num_samples & (self.num_samples - 1) == 0:
+                self._fit_again()
+                return True
+        factor = statistics.median_low(self.ratios)
+        if abs(factor / self.factor - 1.0) <= FACTOR_TOLERANCE:
+            return False
+        self.factor = factor
+        return True
+
+    def _fit_again(self) -> None:
+        """Fit the curve to what was measured, drawn a little to what was believed before."""
+        before = self.scaled_curve
+        prior = [Sample(n, n * n / 2, before.ms(n, n * n / 2)) for n in PRIOR_TOKENS]
+        usual = [s for s in self.samples if s.ms < 3 * before.ms(s.tokens, s.pairs)] or list(self.samples)
+        weights = [1.0] * len(usual) + [PRIOR_WEIGHT * len(usual) / len(prior)] * len(prior)
+        self.curve = fit_curve([*usual, *prior], weights)
+        self.factor = 1.0
+        self.ratios.clear()
+        self.ratios.extend(s.ms / self.curve.ms(s.tokens, s.pairs) for s in usual[-NUM_RATIOS:])
+
+
+# ---------------------------------------------------------------------- fitting
+
+
+def fit_curve(samples: Sequence[Sample], weights: Sequence[float] | None = None) -> Curve:
+    """The curve without negative parts that has the least squared *relative* error.
+
+    Relative, because a scheduler that is 10 ms off about a 20 ms step errs more than about a 2 s one.
+    """
+    inputs = np.array([[1.0, s.tokens, s.pairs] for s in samples])
+    ms = np.array([s.ms for s in samples])
+    scale = np.sqrt(np.ones(len(samples)) if weights is None else np.array(weights)) / ms
+    best, least = Curve(constant_ms=float(ms.mean())), np.inf
+    for columns in itertools.chain.from_iterable(itertools.combinations(range(3), n) for n in (1, 2, 3)):
+        found = np.zeros(3)
+        found[list(columns)] = _least_squares(inputs[:, columns] * scale[:, None], ms * scale)
+        loss = float(np.square((inputs @ found - ms) * scale).sum())
+        if (found >= 0).all() and loss < least * (1 - 1e-9):
+            best, least = Curve(*map(float, found)), loss
+    return best
+
+
+def _least_squares(inputs: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    size = np.abs(inputs).max(0)
+    size[size == 0] = 1.0
+    return np.asarray(np.linalg.lstsq(inputs / size, targets, rcond=None)[0] / size)
+
+
+def r_squared(curve: Curve, samples: Sequence[Sample]) -> float:
+    """Share of the samples' variance that the curve explains."""
+    ms = np.array([s.ms for s in samples])
+    left = np.array([curve.ms(s.tokens, s.pairs) for s in samples]) - ms
+    spread = float(np.square(ms - ms.mean()).sum())
+    return 1.0 - float(np.square(left).sum()) / spread if spread else 1.0
+
+
+# ---------------------------------------------------------------------- the work in a row
+
+
+def kind_of(stage: Stage, row: Row) -> str:
+    """The kind of work that `row` needs in `stage`."""
+    if stage is Stage.DECODE and row.request.params.decoder == "pid":
+        return "pid"
+    return stage.value
+
+
+def text_tokens(row: Row) -> int:
+    """Text tokens of all branches; a guess, not a bound, while a prompt is not encoded yet."""
+    total = _text_tokens(row.text, row.prompt)
+    return total + _text_tokens(row.negative_text, row.negative_prompt) if row.num_branches == 2 else total
+
+
+def _text_tokens(text: TextEmbeds | None, prompt: str | None) -> int:
+    return text.num_tokens if text is not None else len(prompt or "") // BYTES_PER_TOKEN + TEMPLATE_SUFFIX_TOKENS
+
+
+def _work(kind: str, row: Row) -> tuple[float, float]:
+    """Tokens and pairs of tokens of one row."""
+    if kind == "encode":
+        return text_tokens(row), 0.0
+    if kind == "denoise":
+        tokens = row.num_image_tokens * row.num_branches + text_tokens(row)
+        return tokens, tokens * tokens / row.num_branches
+    return row.num_image_tokens, float(row.num_image_tokens**2)
+
+
+def _sum_of_work(kind: str, rows: Iterable[Row]) -> tuple[float, float]:
+    work = [_work(kind, row) for row in rows]
+    return sum(tokens for tokens, _ in work), sum(pairs for _, pairs in work)
