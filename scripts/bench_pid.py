@@ -11,7 +11,8 @@ measured as decoders alone, on the same latents. Beside that stands a table by f
 
 By default this runs on the embedded models, end to end: a warm-up, then the ways in turn; every time is the median,
 every ratio the median of the pairs' ratios. `--full-size` builds networks of the released sizes with random weights in
-bfloat16 on an accelerator, times single steps and decodes, and adds them up. Memory is what is alive beside the
+bfloat16 on an accelerator, times single steps and decodes, and adds them up. The VAE decodes in one piece, which is its
+default; tiling it would need less memory and change its pictures. Memory is what is alive beside the
 weights: of an accelerator's allocator, or on a CPU the largest sum of live tensors seen by watching every operation.
 
 `--metrics` does something else: it rates the pictures of a folder with no-reference metrics of the pyiqa package.
@@ -234,7 +235,7 @@ class Models:
             height=side,
             width=side,
             num_inference_steps=settings.decode_steps,
-            generator=torch.Generator().manual_seed(1),
+            generator=torch.Generator(self.device).manual_seed(1),  # noise of this size takes a CPU long
             max_bytes=self.chunk_bytes(side * self.scale) if in_chunks else None,
         ).images
 
@@ -294,8 +295,8 @@ class Measured:
 
 
 def measure(ways: dict[str, Callable[[], Any]], models: Models, repeats: int) -> dict[str, Measured | None]:
-    """Each way's memory, which warms it up, then their times in turn; None for what does not fit into memory."""
-    peaks = {name: _peak_or_none(run, models) for name, run in ways.items()}
+    """Each way's memory, which warms it up, then their times in turn; None for what the device cannot run."""
+    peaks = {name: _peak_or_none(name, run, models) for name, run in ways.items()}
     fitting = {name: peak for name, peak in peaks.items() if peak is not None}
     times: dict[str, list[float]] = {name: [] for name in fitting}
     for _ in range(repeats):
@@ -317,10 +318,14 @@ def _wait_for_device() -> None:
         torch.accelerator.synchronize()
 
 
-def _peak_or_none(run: Callable[[], Any], models: Models) -> int | None:
+def _peak_or_none(name: str, run: Callable[[], Any], models: Models) -> int | None:
+    """Kernels say with a plain RuntimeError that a tensor has more values than they can count, as at 4096 it may."""
     try:
         return peak_bytes(run, models)
-    except torch.OutOfMemoryError:
+    except RuntimeError as error:
+        if type(error) not in (RuntimeError, torch.OutOfMemoryError):
+            raise
+        print(f"{name} does not run: {str(error).splitlines()[0]}", file=sys.stderr)
         return None
 
 
@@ -404,14 +409,14 @@ def measure_target(models: Models, target: int, settings: Settings) -> dict[str,
 
 
 def against_vae(whole: dict[str, Measured | None]) -> dict[str, Any]:
-    """Time and memory of each other way, over those of the VAE's; None where one of the two does not fit."""
+    """Time and memory of each other way, over those of the VAE's; None where one of the two does not run."""
     found: dict[str, Any] = {"time_ratio": {}, "memory_ratio": {}}
     base = whole["vae"]
     for name, way in whole.items():
         if name != "vae":
-            fits = way is not None and base is not None
-            found["time_ratio"][name] = way.times_over(base) if fits else None
-            found["memory_ratio"][name] = way.peak_bytes / base.peak_bytes if fits else None
+            runs = way is not None and base is not None
+            found["time_ratio"][name] = way.times_over(base) if runs else None
+            found["memory_ratio"][name] = way.peak_bytes / base.peak_bytes if runs else None
     return found
 
 
@@ -724,9 +729,7 @@ def print_rows(title: str, labels: dict[str, str], measured: dict[str, Measured 
     print(f"\n{title:<40} {'seconds':>10} {'peak MiB':>10}")
     for name, label in labels.items():
         item = measured[name]
-        figures = (
-            "does not fit into memory" if item is None else f"{item.seconds:10.3f} {item.peak_bytes / 2**20:10.1f}"
-        )
+        figures = "does not run here" if item is None else f"{item.seconds:10.3f} {item.peak_bytes / 2**20:10.1f}"
         print(f"  {label:<38} {figures}")
 
 

@@ -212,15 +212,21 @@ def test_a_sum_pairs_the_runs_and_what_does_not_fit_stays_out():
     assert bench.against_vae(whole)["time_ratio"] == {"pid": None, "pid_in_chunks": None}
 
 
-def test_what_runs_out_of_memory_is_left_out_of_the_table(monkeypatch):
+def test_what_the_device_cannot_run_is_left_out_and_told(capsys):
     def too_large() -> None:
         raise torch.OutOfMemoryError("no room")
+
+    def broken() -> None:
+        raise ValueError("ours")
 
     models = SimpleNamespace(device=torch.device("cpu"), weights=list)
     found = bench.measure({"large": too_large, "small": lambda: torch.zeros(4)}, models, 3)
     assert found["large"] is None
     assert found["small"].peak_bytes == 16
     assert len(found["small"].times_s) == 3
+    assert "large does not run: no room" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="ours"):
+        bench.measure({"broken": broken}, models, 3)
 
 
 # no-reference metrics
