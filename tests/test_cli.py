@@ -66,6 +66,8 @@ def write_rows(path: Path, *rows: object) -> Path:
         (["generate", "x", "--max-batch", "0"], ["'0'", "at least 1"]),
         (["generate", "x", "--decoder", "pidd"], ["'pidd'", "did you mean 'pid'?", "pid, vae"]),
         (["generate", "x", "--early-stop", "-1"], ["'-1'", "0 to 999"]),
+        (["generate", "x", "--early-stop", "4", "--steps", "4"], ["early_stop 4", "none of 4 steps"]),
+        (["generate", "x", "--early-stop", "1", "--decoder", "vae"], ["early_stop 1", "only decoder pid"]),
         (["generate"], ["nothing to draw"]),
         (["generate", "--prompts-file", "missing.txt"], ["missing.txt"]),
         (["generate", "--prompts-file", "prompts.csv"], ["prompts.csv", ".jsonl, .txt"]),
@@ -210,13 +212,12 @@ def test_resume_draws_a_request_whose_settings_changed(tmp_path):
 
 
 def test_pid_draws_pictures_of_the_size_that_was_asked_for(tmp_path, capsys):
-    rows = ({"prompt": STAR, "decoder": "vae"}, {"prompt": CIRCLE}, {"prompt": "x", "size": "96x128"})
+    rows = ({"prompt": CIRCLE}, {"prompt": "x", "size": "96x128"})
     file = write_rows(tmp_path / "rows.jsonl", *rows)
     options = ("--decoder", "pid", "--early-stop", 1, "--size", "128x192", "--steps", 3, "--seed", 1)
     assert generate("--prompts-file", file, *options, "--output", tmp_path / "out") == 1
     message = capsys.readouterr().err
-    assert "line 1 (a red star on a blue background): RequestError: stopping 1 steps early" in message
-    assert "line 3 (x): ValueError: size 96x128" in message
+    assert "line 2 (x): ValueError: size 96x128" in message
     assert "multiples of 64" in message
     (path,) = pictures(tmp_path / "out")
     assert pixels(path).shape == (192, 128, 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from typing import Any
 
@@ -14,6 +15,7 @@ from conftest import assert_latents_equal, assert_pictures_equal, generator
 from diffusers_continuous import ContinuousBatchingPipeline, RequestError, StepFailedError
 from diffusers_continuous.errors import ConfigError, UnsupportedModelError
 from diffusers_continuous.pid import PiDDecoder, PiDScheduler, PiDTransformer2DModel
+from diffusers_continuous.pid.scheduling import DISTILLED_TIMES
 from test_pid import tiny_gemma, tiny_tokenizer
 
 CONFIG = {
@@ -36,7 +38,11 @@ def make_decoder(scheduler: PiDScheduler | None = None, **config: Any) -> PiDDec
     """Random weights, large enough that every input matters."""
     torch.manual_seed(0)
     net = PiDTransformer2DModel(**{**CONFIG, **config})
-    decoder = PiDDecoder(net.eval(), scheduler or PiDScheduler(), tiny_gemma(), tiny_tokenizer(), "User Prompt : ")
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.mul_(2 if parameter.ndim == 2 else 1)
+    gemma = copy.deepcopy(tiny_gemma())
+    decoder = PiDDecoder(net.eval(), scheduler or PiDScheduler(), gemma, tiny_tokenizer(), "User Prompt : ")
     decoder.set_progress_bar_config(disable=True)
     return decoder
 
@@ -129,7 +135,9 @@ def test_decodes_of_one_size_share_their_steps_and_a_newcomer_joins_them(make_pi
     engine.start()
     with engine.pause():
         ids = [
-            engine.add_request(prompt="a cat", height=64, width=64, num_inference_steps=steps, seed=steps)
+            engine.add_request(
+                prompt="a cat", height=64, width=64, num_inference_steps=steps, seed=steps, output_type="pt"
+            )
             for steps in (2, 2, 3)
         ]
     outputs = [engine.get_result(request_id) for request_id in ids]
@@ -137,7 +145,7 @@ def test_decodes_of_one_size_share_their_steps_and_a_newcomer_joins_them(make_pi
     assert rows[:2] == [2, 3]
     for output in outputs:
         alone = decode_alone(pipe, output, "a cat", height=64, width=64)
-        assert np.abs(np.asarray(output.images[0]) - 255 * alone[0].permute(1, 2, 0).numpy()).max() <= 0.6
+        assert (output.images - alone).abs().max() <= MAX_ABS
 
 
 def test_a_row_that_turns_non_finite_fails_alone_and_says_where(make_pipe, monkeypatch):
@@ -153,14 +161,56 @@ def test_a_row_that_turns_non_finite_fails_alone_and_says_where(make_pipe, monke
         return (velocity,)
 
     monkeypatch.setattr(PiDTransformer2DModel, "forward", spoil)
-    inputs = [{"prompt": p, "height": 64, "width": 64, "num_inference_steps": 2, "seed": 3} for p in ("red", "a cat")]
+    call = {"height": 64, "width": 64, "num_inference_steps": 2, "seed": 3, "output_type": "pt"}
+    inputs = [{"prompt": prompt, **call} for prompt in ("red", "a cat")]
     failed, good = pipe.generate_batch(inputs).values()
     assert isinstance(failed.error, StepFailedError)
     assert "step 3 of 4 of its decode stage" in str(failed.error)
     monkeypatch.undo()
     assert net is pipe.decoder.transformer
     alone = decode_alone(pipe, good, "a cat", height=64, width=64)
-    assert np.abs(np.asarray(good.images[0]) - 255 * alone[0].permute(1, 2, 0).numpy()).max() <= 0.6
+    assert (good.images - alone).abs().max() <= MAX_ABS
+
+
+@pytest.mark.parametrize("algorithm", ["sde", "dpmsolver++"])
+def test_a_step_that_ran_out_of_memory_halfway_is_taken_again_from_where_it_was(make_pipe, monkeypatch, algorithm):
+    scheduler = PiDScheduler(algorithm_type=algorithm, t_list=None if algorithm == "dpmsolver++" else DISTILLED_TIMES)
+    pipe = make_pipe(decoder=make_decoder(scheduler))
+    step, calls = PiDScheduler.step, []
+
+    def fail_once_in_a_while(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = step(self, *args, **kwargs)  # after the noise was drawn and the solver has moved
+        calls.append(1)
+        if len(calls) in (2, 12):
+            raise torch.OutOfMemoryError("no room")
+        return result
+
+    call = {"height": 32, "width": 32, "num_inference_steps": 2, "output_type": "pt"}
+    inputs = [{"prompt": prompt, "seed": i, **call} for i, prompt in enumerate(("red", "a cat", "a"))]
+    with monkeypatch.context() as patch:
+        patch.setattr(PiDScheduler, "step", fail_once_in_a_while)
+        outputs = list(pipe.generate_batch(inputs).values())
+    assert pipe._engine.stats().num_batch_retries == 2
+    for request, output in zip(inputs, outputs, strict=True):
+        assert output.error is None
+        alone = decode_alone(pipe, output, request["prompt"], height=32, width=32)
+        assert (output.images - alone).abs().max() <= MAX_ABS
+
+
+def test_what_a_row_kept_goes_when_its_request_ends(make_pipe):
+    pipe = make_pipe(decoder=make_decoder())
+    call = {"prompt": "a cat", "height": 64, "width": 64, "num_inference_steps": 2}
+    for is_cancelled in (False, True):
+        stream = pipe.stream(**call)
+        if is_cancelled:
+            stream.close()
+        else:
+            *_, last = stream
+            assert last.images is not None
+        pipe(**call)  # by now the loop has been between two steps
+        for row in stream._state.rows:
+            kept = (row.image, row.decode_state, row.noise_pred, row.text, row.step_cache)
+            assert kept == (None, None, None, None, {})
 
 
 def test_a_decode_can_be_cancelled_between_two_steps(make_pipe, monkeypatch):
@@ -218,9 +268,60 @@ def test_an_undistilled_decoder_is_guided(make_pipe):
     assert (alone - output.images).abs().max() <= MAX_ABS
 
 
+def test_bfloat16_decodes_in_a_crowd_as_alone(make_pipe):
+    pipe = make_pipe(dtype=torch.bfloat16, decoder=make_decoder().to(torch.bfloat16))
+    call = {"height": 64, "width": 64, "num_inference_steps": 2, "output_type": "pt"}
+    inputs = [{"prompt": prompt, "seed": i, **call} for i, prompt in enumerate(("red", "a cat", "a"))]
+    for request, output in zip(inputs, pipe.generate_batch(inputs).values(), strict=True):
+        alone = decode_alone(pipe, output, request["prompt"], height=64, width=64)
+        assert (output.images - alone).abs().mean() <= 2e-3  # bfloat16 products in other batches
+
+
+def test_what_was_encoded_stays_good_without_the_text_encoder(make_pipe):
+    pipe = make_pipe(decoder=make_decoder())
+    call = {"height": 32, "width": 32, "num_inference_steps": 2, "seed": 1}
+    before = pipe("a cat", **call).images[0]
+    pipe.decoder.free_text_encoder()
+    assert np.array_equal(np.asarray(pipe("a cat", **call).images[0]), np.asarray(before))
+    with pytest.raises(RequestError, match="does not remember the prompt 'red'"):
+        pipe("red", **call)
+
+
+def test_latents_need_no_caption(make_pipe, stock):
+    pipe = make_pipe(decoder=make_decoder())
+    embeds, mask = stock.encode_prompt("a cat")
+    call = {"prompt_embeds": embeds, "prompt_embeds_mask": mask, "height": 32, "width": 32, "num_inference_steps": 2}
+    call["output_type"] = "latent"
+    ours, theirs = (p(**call, generator=generator(0)).images for p in (pipe, stock))
+    assert_latents_equal(ours, theirs)
+
+
+def test_a_decoder_that_requests_wait_for_stays(make_pipe):
+    pipe = make_pipe(decoder=make_decoder())
+    engine = pipe.init_continuous_batching(max_requests_per_batch=1)
+    engine.start()
+    errors: list[BaseException] = []
+
+    def take_away() -> None:
+        try:
+            pipe.decoder = None
+        except RuntimeError as error:
+            errors.append(error)
+
+    with engine.pause():
+        ids = [engine.add_request(prompt="a", height=32, width=32, num_inference_steps=2) for _ in range(2)]
+        thread = threading.Thread(target=take_away)
+        thread.start()
+    thread.join()
+    assert "wait for PiDDecoder" in str(errors[0])
+    assert all(engine.get_result(request_id).error is None for request_id in ids)
+
+
 @pytest.mark.parametrize(
     ("call", "text"),
     [
+        ({"sigmas": [1.8, 1.5, 1.2, 0.5], "early_stop_steps": 2}, "PiD takes 0 to 1"),
+        ({"decoder": object()}, "names 'pid' or 'vae'"),
         ({"decoder": "pidd"}, "did you mean 'pid'"),
         ({"decoder": "vae", "early_stop_steps": 1}, "decoder='pid'"),
         ({"early_stop_steps": 4}, "from 0 to 3"),
@@ -232,8 +333,12 @@ def test_an_undistilled_decoder_is_guided(make_pipe):
 )
 def test_what_does_not_fit_is_refused_at_once(make_pipe, call, text):
     pipe = make_pipe(decoder=make_decoder())
-    with pytest.raises(RequestError, match=text.replace("(", "\\(")):
-        pipe(**{"prompt": "a", "height": 64, "width": 64, "num_inference_steps": 4, **call})
+    source = generator(0)
+    before = source.get_state()
+    with pytest.raises(RequestError, match=text):
+        pipe(**{"prompt": "a", "height": 64, "width": 64, "num_inference_steps": 4, "generator": source, **call})
+    if "sigmas" not in call:
+        assert torch.equal(source.get_state(), before)
 
 
 def test_a_pipeline_without_a_decoder_says_so(pipe):
@@ -244,6 +349,10 @@ def test_a_pipeline_without_a_decoder_says_so(pipe):
 def test_a_decoder_of_other_latents_is_refused(make_pipe):
     with pytest.raises(UnsupportedModelError, match="4 channels"):
         make_pipe(decoder=make_decoder(lq_latent_channels=4))
+    with pytest.raises(UnsupportedModelError, match="must be a PiDDecoder, not 'pid'"):
+        make_pipe(decoder="pid")
+    with pytest.raises(RequestError, match="the decoder is on meta"):
+        make_pipe(decoder=make_decoder().to("meta"))("a", height=32, width=32, num_inference_steps=2)
 
 
 def test_sizes_outside_the_training_are_warned_of(make_pipe):
@@ -257,27 +366,30 @@ def test_the_decoder_is_saved_and_loaded_with_the_pipeline(make_pipe, tmp_path):
     pipe.save_pretrained(tmp_path)
     again = ContinuousBatchingPipeline.from_pretrained(tmp_path)
     again.set_progress_bar_config(disable=True)
-    call = {"prompt": "a cat", "height": 64, "width": 64, "num_inference_steps": 2, "seed": 1}
-    assert np.array_equal(np.asarray(pipe(**call).images[0]), np.asarray(again(**call).images[0]))
+    call = {"prompt": "a cat", "height": 64, "width": 64, "num_inference_steps": 2, "seed": 1, "output_type": "pt"}
+    assert (pipe(**call).images - again(**call).images).abs().max() <= MAX_ABS
     again._engine.stop()
     stock = QwenImagePipeline.from_pretrained(tmp_path)
     assert not hasattr(stock, "decoder")
-    alone = ContinuousBatchingPipeline.from_pretrained(tmp_path, decoder=None)
-    assert alone.decoder is None
+    bare = ContinuousBatchingPipeline.from_pretrained(tmp_path, decoder=None)
+    assert bare.decoder is None
+    assert "decoder" not in bare.components
+    half = ContinuousBatchingPipeline.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert half.decoder.transformer.dtype == half.transformer.dtype == torch.bfloat16
 
 
 def test_moving_and_offloading_reach_the_decoder(make_pipe):
-    call = {"prompt": "a cat", "height": 64, "width": 64, "num_inference_steps": 2, "seed": 1}
-    expected = make_pipe(decoder=make_decoder())(**call).images[0]
+    call = {"prompt": "a cat", "height": 64, "width": 64, "num_inference_steps": 2, "seed": 1, "output_type": "pt"}
+    expected = make_pipe(decoder=make_decoder())(**call).images
     pipe = make_pipe(fresh=True, decoder=make_decoder())
     pipe.enable_model_cpu_offload(device="cpu")
     assert hasattr(pipe.decoder.transformer, "_hf_hook")
-    assert np.array_equal(np.asarray(pipe(**call).images[0]), np.asarray(expected))
+    assert (pipe(**call).images - expected).abs().max() <= MAX_ABS
     pipe.remove_all_hooks()
     assert not hasattr(pipe.decoder.transformer, "_hf_hook")
     pipe.to(torch.bfloat16)
     assert pipe.decoder.transformer.dtype == torch.bfloat16
-    assert pipe(**call).images[0].size == (256, 256)
+    assert pipe(**call).images.shape == (1, 3, 256, 256)
 
 
 def test_a_decoder_can_be_exchanged(make_pipe):

@@ -124,7 +124,7 @@ def check_arguments(
     if max(height, width) // 32 > limit:
         raise RequestError(f"height={height}, width={width}: no side may be longer than {limit * 32} pixels")
     num_steps = num_inference_steps if sigmas is None else len(sigmas)
-    decoder = _decoder(pipe, decoder, prompt)
+    decoder = _decoder(pipe, decoder, prompt, output_type)
     early_stop_steps = _early_stop(decoder, num_steps, early_stop_steps, early_stop_at)
     _check_noise(pipe, generator, latents, seed, num_rows, height, width)
     _check_callback(pipe, callback_on_step_end, callback_on_step_end_tensor_inputs)
@@ -323,20 +323,30 @@ def _check_noise(pipe: Any, generator: Any, latents: Any, seed: Any, num_rows: i
         raise RequestError("`latents` has non-finite values")
 
 
-def _decoder(pipe: Any, name: Any, prompt: Any) -> str:
+def _decoder(pipe: Any, name: Any, prompt: Any, output_type: str) -> str:
     """Which decoder makes the pictures: the one that was asked for, else the pipeline's own."""
     own = getattr(pipe, "decoder", None)
     name = name if name is not None else "vae" if own is None else "pid"
+    if not isinstance(name, str):
+        raise RequestError(f"decoder={type(name).__name__}(...): a call names 'pid' or 'vae'; the pipeline holds it")
     check_known("decoder", name, DECODERS, RequestError)
-    if name == "vae":
-        return "vae"
-    if own is None:
+    if name == "pid" and own is None:
         raise RequestError("decoder='pid' needs a PiDDecoder: load the pipeline with decoder=PiDDecoder...")
+    if name == "pid" and output_type != "latent":
+        _check_captions(own, prompt)
+    return name
+
+
+def _check_captions(decoder: Any, prompt: Any) -> None:
     if prompt is None:
         raise RequestError("decoder='pid' reads the prompt itself, with its own text encoder: pass `prompt`")
-    if own.text_encoder is None:
-        raise RequestError("decoder='pid' needs the decoder's text encoder, which is not loaded")
-    return "pid"
+    if decoder.has_text_encoder:
+        return
+    unknown = [text for text in ([prompt] if isinstance(prompt, str) else prompt) if not decoder.remembers(text)]
+    if unknown:
+        raise RequestError(
+            f"decoder='pid' has no text encoder any more and does not remember the prompt {_shorten(unknown[0])}"
+        )
 
 
 def _early_stop(decoder: str, num_steps: int, steps: Any, at: Any) -> int:

@@ -25,6 +25,7 @@ from diffusers.models.autoencoders.autoencoder_kl_qwenimage import (
 from PIL import Image
 from torch import nn
 
+from .errors import RequestError
 from .hooks import is_bare
 from .pid import LatentFeatures, PiDDecoder, PiDScheduler
 from .request import Row
@@ -139,15 +140,16 @@ class PiDStage:
         """
         assert row.decode_seed is not None
         params, transformer = row.request.params, decoder.transformer
-        latents = decoder.unpack_latents(row.latents[None], params.height, params.width)
+        row.num_decode_steps = decoder.default_num_inference_steps
+        latents = row.latents[None].to(decoder._execution_device)
+        latents = decoder.unpack_latents(latents, params.height, params.width)
         height, width = transformer.output_size(latents)
-        with_heads = self._chunk(decoder, height, width, 1, embeds.shape[1]) is None
         generator = torch.Generator().manual_seed(row.decode_seed)
         noise_scheduler = copy.deepcopy(decoder.scheduler)
         noise_scheduler.set_timesteps(row.num_decode_steps, latents.device, height, width)
         row.decode_state = PiDState(
             sample=decoder.prepare_noise(1, height, width, generator),
-            features=transformer.encode_latents(latents, height, width, with_heads=with_heads),
+            features=transformer.encode_latents(latents, height, width, with_heads=not self._max_bytes),
             sigma=row.noise_scheduler.sigmas[row.step].to(latents.device, torch.float32).view(1),
             prompt_embeds=embeds,
             negative_prompt_embeds=negative_embeds,
@@ -158,36 +160,57 @@ class PiDStage:
     def step(self, decoder: PiDDecoder, rows: Sequence[Row]) -> None:
         """One step of rows of one size that have begun; sets `image` of those for which it was the last.
 
+        All or nothing: after an error no row has moved, no noise is drawn and the step can be taken again.
+
         Raises:
-            ArithmeticError: when a prediction is not finite; no row has moved then.
+            ArithmeticError: when a prediction is not finite.
         """
-        states: list[PiDState] = [row.decode_state for row in rows]
-        velocities = self._predict(decoder, rows, states)
+        velocities = self._predict(decoder, rows)
         if not bool(velocities.isfinite().all()):
             raise ArithmeticError("the decoder's result is not finite")
-        for row, state, velocity in zip(rows, states, velocities.split(1), strict=True):
-            timestep = state.noise_scheduler.timesteps[row.decode_step]
-            stepped = state.noise_scheduler.step(velocity, timestep, state.sample, state.generator, return_dict=False)
-            state.sample = stepped[0]
+        states: list[PiDState] = [row.decode_state for row in rows]
+        noise_schedulers = [copy.copy(state.noise_scheduler) for state in states]
+        drawn = [state.generator.get_state() for state in states]
+        try:
+            samples = [
+                self._advance(row, scheduler, velocity)
+                for row, scheduler, velocity in zip(rows, noise_schedulers, velocities.split(1), strict=True)
+            ]
+        except BaseException:
+            for state, before in zip(states, drawn, strict=True):
+                state.generator.set_state(before)
+            raise
+        for row, state, scheduler, sample in zip(rows, states, noise_schedulers, samples, strict=True):
+            state.sample, state.noise_scheduler = sample, scheduler
             row.decode_step += 1
             if row.decode_step == row.num_decode_steps:
-                row.image, row.decode_state = state.sample[0].clamp(-1, 1), None
+                row.image, row.decode_state = sample[0].clamp(-1, 1), None
 
-    def _predict(self, decoder: PiDDecoder, rows: Sequence[Row], states: Sequence[PiDState]) -> torch.Tensor:
-        """(rows, 3, height, width) velocities, each row at its own time."""
-        sample = torch.cat([state.sample for state in states])
-        timestep = torch.stack(
-            [state.noise_scheduler.timesteps[row.decode_step] for row, state in zip(rows, states, strict=True)]
-        )
+    def _advance(self, row: Row, noise_scheduler: PiDScheduler, velocity: torch.Tensor) -> torch.Tensor:
+        state: PiDState = row.decode_state
+        timestep = noise_scheduler.timesteps[row.decode_step]
+        return noise_scheduler.step(velocity, timestep, state.sample, state.generator, return_dict=False)[0]
+
+    def _predict(self, decoder: PiDDecoder, rows: Sequence[Row]) -> torch.Tensor:
+        """(rows, 3, height, width) velocities, each row at its own time, as many at once as fit."""
+        count = len(rows)
+        while count > 1 and not self._fits(decoder, rows, count):
+            count = (count + 1) // 2
+        parts = [rows[start : start + count] for start in range(0, len(rows), count)]
+        return _join([self._predict_together(decoder, part) for part in parts])
+
+    def _predict_together(self, decoder: PiDDecoder, rows: Sequence[Row]) -> torch.Tensor:
+        states: list[PiDState] = [row.decode_state for row in rows]
+        times = [state.noise_scheduler.timesteps[row.decode_step] for row, state in zip(rows, states, strict=True)]
         negatives = [state.negative_prompt_embeds for state in states if state.negative_prompt_embeds is not None]
-        embeds = torch.cat([state.prompt_embeds for state in states])
+        sample, embeds = (_join([getattr(state, name) for state in states]) for name in ("sample", "prompt_embeds"))
         return decoder.predict(
             sample,
-            timestep,
+            torch.stack(times),
             LatentFeatures.stack([state.features for state in states]),
-            torch.cat([state.sigma for state in states]),
+            _join([state.sigma for state in states]),
             embeds,
-            torch.cat(negatives) if negatives else None,
+            _join(negatives) if negatives else None,
             decoder.default_guidance_scale,
             self._chunk(decoder, sample.shape[2], sample.shape[3], len(rows), embeds.shape[1]),
         )
@@ -196,6 +219,19 @@ class PiDStage:
         if not self._max_bytes:
             return None
         return decoder.transformer.choose_chunk(height, width, batch, self._max_bytes, text_length)
+
+    def _fits(self, decoder: PiDDecoder, rows: Sequence[Row], count: int) -> bool:
+        state: PiDState = rows[0].decode_state
+        try:
+            self._chunk(decoder, state.sample.shape[2], state.sample.shape[3], count, state.prompt_embeds.shape[1])
+        except RequestError:
+            return False
+        return True
+
+
+def _join(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The tensors in one; a single one is not copied."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
 
 
 class LatentPreview:

@@ -76,6 +76,7 @@ class DiffusionEngine:
         self._is_in_step = False
         self._num_pauses = 0
         self._abandoned: deque[RequestState] = deque()
+        self._ended: list[RequestState] = []
         self._mine = threading.local()  # per thread: how many pauses it holds, how many callbacks it is in
         scheduler.is_phased = runner.is_phased
         _engines.add(self)
@@ -363,8 +364,13 @@ class DiffusionEngine:
                 self._condition.wait(REAP_EVERY_S if self._active else None)
 
     def _reap(self) -> None:
+        """Between two steps: end what nobody holds any more, and let go of what has ended."""
         while self._abandoned:
             self.cancel(self._abandoned.popleft())
+        for state in self._ended:
+            for row in state.rows:
+                row.let_go()
+        self._ended.clear()
 
     def _update(self, output: SchedulerOutput, errors: dict[Any, BaseException]) -> None:
         """Move the rows on, end what has ended, tell everybody else how far they are."""
@@ -389,24 +395,27 @@ class DiffusionEngine:
 
     def _finish(self, state: RequestState) -> None:
         """Make the final output, outside the lock: turning tensors into pictures takes time."""
-        status, error, images, latents = state.status, state.error, None, None
+        status, error, result = state.status, state.error, {}
         if status is RequestStatus.FINISHED:
             try:
-                images, latents = self.runner.make_output(state), self.runner.latents_of(state)
+                result = {
+                    "images": self.runner.make_output(state),
+                    "latents": self.runner.latents_of(state),
+                    "final_sigmas": state.final_sigmas,
+                }
             except Exception as problem:
                 status = RequestStatus.FAILED
                 error = StepFailedError(f"request {state.request_id!r} failed after its decode stage: {problem}")
                 error.__cause__ = problem
         with self._condition:
-            self._end(state, status, error, images, latents)
+            self._end(state, status, error, result)
 
     def _end(
         self,
         state: RequestState,
         status: RequestStatus,
         error: BaseException | None = None,
-        images: Any = None,
-        latents: Any = None,
+        result: dict[str, Any] | None = None,
     ) -> bool:
         """The one place where a request ends; False when it has ended before. Everything that can fail is done."""
         if not self._is_active(state):
@@ -416,11 +425,12 @@ class DiffusionEngine:
         state.status, state.error, state.callback, state.is_in_callback = status, error, None, False
         state.metrics.finish_s = self.clock()
         self._stats.add_ending(status, state.metrics)
-        state.future.finish(self._output(state, images, latents))
+        state.future.finish(self._output(state, **result or {}))
+        self._ended.append(state)  # a step may be using its rows
         self._condition.notify_all()
         return True
 
-    def _output(self, state: RequestState, images: Any = None, latents: Any = None) -> RequestOutput:
+    def _output(self, state: RequestState, **result: Any) -> RequestOutput:
         return RequestOutput(
             request_id=state.request_id,
             status=state.status,
@@ -428,12 +438,10 @@ class DiffusionEngine:
             num_steps=state.num_steps,
             seeds=state.seeds,
             metrics=state.metrics,
-            images=images,
-            latents=latents,
             decode_seeds=state.decode_seeds,
-            final_sigmas=None if latents is None else state.final_sigmas,
             error=state.error,
             make_preview=None if state.status.is_ending else self.runner.preview_of(state),
+            **result,
         )
 
     # ------------------------------------------------------------------ callbacks
@@ -491,6 +499,7 @@ class DiffusionEngine:
             self._is_stopping = True
             died = self.fatal_error is not None
             self._fail_all(f"the engine died: {self.fatal_error!r}" if died else "the engine was stopped")
+            self._reap()
             self._condition.notify_all()
         with contextlib.suppress(Exception):
             self.runner.close()

@@ -266,8 +266,9 @@ class ContinuousBatchingMixin:
             future=RequestFuture(),
         )
         texts, negative_texts = self._given_embeds(arguments)
-        latents, seeds, generators = self._draw_latents(arguments)
         num_decode_steps = self._prepare_decoder(arguments)
+        latents, seeds, generators = self._draw_latents(arguments)
+        noise_schedulers = self._noise_schedulers(arguments, latents.shape[1])
         state.rows = tuple(
             Row(
                 request=state,
@@ -285,7 +286,7 @@ class ContinuousBatchingMixin:
                 decode_seed=None if arguments.params.decoder == "vae" else _decode_seed(generators[index]),
                 num_decode_steps=num_decode_steps,
             )
-            for index, noise_scheduler in enumerate(self._noise_schedulers(arguments, latents.shape[1]))
+            for index, noise_scheduler in enumerate(noise_schedulers)
         )
         if arguments.callback is not None:
             assert self._engine is not None
@@ -369,6 +370,11 @@ class ContinuousBatchingMixin:
         height, width = (
             side // self.vae_scale_factor * transformer.spatial_scale for side in (params.height, params.width)
         )
+        if torch.device(decoder._execution_device).type != torch.device(self._execution_device).type:
+            raise RequestError(
+                f"the decoder is on {decoder._execution_device}, the pipeline on {self._execution_device}: "
+                "call pipe.decoder.to(...), or pipe.to(...), which moves both"
+            )
         transformer.warn_if_untrained_size(height, width)
         max_bytes = self.__dict__["_config_of_engine"].max_decode_bytes
         if max_bytes:
@@ -394,6 +400,8 @@ class ContinuousBatchingMixin:
                 retrieve_timesteps(noise_scheduler, steps, self._execution_device, sigmas=sigmas, mu=mu)
         except Exception as error:
             raise RequestError(f"{name} does not accept these sigmas: {error}") from error
+        if arguments.params.decoder == "pid":
+            _check_final_sigma(noise_scheduler, arguments.params.early_stop_steps)
         if not bool(torch.isfinite(noise_scheduler.timesteps).all()):
             raise RequestError(f"{name} makes no finite schedule of num_inference_steps={steps}; use at least 2 steps")
         noise_scheduler.set_begin_index(0)
@@ -415,7 +423,31 @@ class ContinuousBatchingMixin:
         if is_component and name == "decoder":
             check_decoder(value, self.transformer, self.vae_scale_factor)
         with self._exclusively() if is_component else contextlib.nullcontext():
+            if is_component and name == "decoder":
+                self._check_nobody_waits_for(self.decoder)
             super().__setattr__(name, value)
+
+    def _check_nobody_waits_for(self, decoder: PiDDecoder | None) -> None:
+        engine = self.__dict__.get("_engine")
+        waiting = [] if engine is None else engine.scheduler.waiting
+        num_waiting = len({id(row.request) for row in waiting if row.request.params.decoder == "pid"})
+        if num_waiting:
+            raise RuntimeError(f"{num_waiting} requests wait for {type(decoder).__name__}; let them finish first")
+
+    @property
+    def components(self) -> dict[str, Any]:
+        """The pipeline's parts by name, as every pipeline class of the family takes them."""
+        parts: dict[str, Any] = super().components  # type: ignore[misc]
+        return {name: part for name, part in parts.items() if name != "decoder" or part is not None}
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """The stock method; `dtype` also holds for a decoder that is loaded from the folder."""
+        pipe = super().from_pretrained(*args, **kwargs)  # type: ignore[misc]
+        dtype = kwargs.get("dtype", kwargs.get("torch_dtype"))
+        if isinstance(dtype, torch.dtype) and pipe.decoder is not None and "decoder" not in kwargs:
+            pipe.decoder.to(dtype)
+        return pipe
 
     def __getstate__(self) -> dict[str, Any]:
         if "_engine" in self.__dict__:
@@ -544,6 +576,8 @@ def check_decoder(decoder: PiDDecoder | None, transformer: QwenImageTransformer2
     """
     if decoder is None:
         return
+    if not isinstance(decoder, PiDDecoder):
+        raise UnsupportedModelError(f"the decoder must be a PiDDecoder, not {decoder!r:.60}")
     config = decoder.transformer.config
     has = config.lq_latent_channels, config.latent_spatial_down_factor
     needs = transformer.config.in_channels // 4, vae_scale_factor
@@ -552,6 +586,17 @@ def check_decoder(decoder: PiDDecoder | None, transformer: QwenImageTransformer2
             f"the decoder takes latents of {has[0]} channels and {has[1]} pixels a cell; this pipeline's have "
             f"{needs[0]} and {needs[1]}"
         )
+
+
+def _check_final_sigma(noise_scheduler: Any, early_stop_steps: int) -> None:
+    """PiD must know how much noise is left, and there must not be more than it knows."""
+    sigmas = getattr(noise_scheduler, "sigmas", None)
+    name = type(noise_scheduler).__name__
+    if sigmas is None:
+        raise RequestError(f"decoder='pid' needs a noise scheduler that tells its sigmas, which {name} does not")
+    sigma = float(sigmas[len(noise_scheduler.timesteps) - early_stop_steps])
+    if not 0 <= sigma <= 1:
+        raise RequestError(f"stopping {early_stop_steps} steps early leaves sigma={sigma:g}; PiD takes 0 to 1")
 
 
 def _decode_seed(generator: torch.Generator | None) -> int:

@@ -127,6 +127,11 @@ class Row:
     image: torch.Tensor | None = None
     row_id: int = field(default_factory=lambda: next(_row_ids))
 
+    def let_go(self) -> None:
+        """Forget everything that only a row under way needs."""
+        self.text = self.negative_text = self.noise_pred = self.decode_state = self.image = None
+        self.step_cache.clear()
+
     @property
     def remaining_steps(self) -> int:
         """Denoising steps that are left."""
@@ -253,8 +258,10 @@ class RequestState:
         return [row.decode_seed for row in self.rows]
 
     @property
-    def final_sigmas(self) -> list[float]:
-        """Noise level that each row's own schedule leaves in its latents now: 0 after the last of its steps."""
+    def final_sigmas(self) -> list[float] | None:
+        """Noise level that each row's own schedule leaves in its latents now, 0 after its end; None if unknown."""
+        if not all(hasattr(row.noise_scheduler, "sigmas") for row in self.rows):
+            return None
         return [float(row.noise_scheduler.sigmas[row.step]) for row in self.rows]
 
     @property
@@ -304,7 +311,8 @@ class RequestOutput:
         latents: (rows, image tokens, channels) as they stood at the end; None until finished.
         seeds: Each row's seed; None for a row whose noise came from the caller.
         decode_seeds: Each row's seed of the decoder's own noise; None where the decoder draws none.
-        final_sigmas: Noise level of each row's `latents`, 0 unless stopped early; None until finished.
+        final_sigmas: Noise level of each row's `latents`, 0 unless stopped early; None until finished, and for a noise
+            scheduler that does not tell.
         error: Why the request has no pictures, when it has none.
         finished: True for the last output of a request, whatever its status.
     """

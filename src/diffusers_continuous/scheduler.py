@@ -76,6 +76,7 @@ class StepScheduler:
     num_preemptions: int = 0
     _policy: Policy = field(init=False)
     _is_denoising_due: bool = False
+    _is_draining: bool = False
     _phase_since: float | None = None
     _chunk_left: int = 0
     _decision_ms: float = 0.0
@@ -134,12 +135,9 @@ class StepScheduler:
         bisect.insort(self.waiting, leader, key=self._policy.key)
 
     def remove(self, state: RequestState) -> None:
-        """Forget the rows of `state`, wherever they are, and what they keep from step to step."""
+        """Forget the rows of `state`, wherever they are."""
         for queue in (self.waiting, self.late, self.running, self.decoding):
             queue[:] = [row for row in queue if row.request is not state]
-        for row in state.rows:
-            row.step_cache.clear()
-            row.decode_state = None
         self._chunk_left = 0
 
     def forget_texts(self) -> None:
@@ -208,11 +206,11 @@ class StepScheduler:
     def _one_turn(self, output: SchedulerOutput) -> SchedulerOutput:
         """Decode, or encode and denoise."""
         # Finished pictures go out before the others' next step, not after it; a decoder of many steps takes turns.
-        is_long = any(row.num_decode_steps > 1 for row in output.decode)
+        is_long = any(_has_long_decode(row) for row in output.decode)
         waits = is_long and self._is_denoising_due and bool(output.encode or output.denoise)
         is_decoding = bool(output.decode) and not waits
         if not self._policy.is_preemptive:
-            self._is_denoising_due = is_decoding and is_long
+            self._is_denoising_due = is_decoding and (is_long or self._is_denoising_due)
         if is_decoding:
             return SchedulerOutput(decode=output.decode)
         return SchedulerOutput(encode=output.encode, denoise=output.denoise)
@@ -221,7 +219,7 @@ class StepScheduler:
 
     def _next_decodes(self) -> tuple[Row, ...]:
         """Everything that one step finishes; else the first row's next step, shared with others of its size."""
-        quick = [row for row in self.decoding if row.num_decode_steps == 1]
+        quick = [row for row in self.decoding if not _has_long_decode(row)]
         if quick or not self.decoding:
             return tuple(quick)
         first = self.decoding[0]
@@ -250,8 +248,9 @@ class StepScheduler:
     def _one_phase(self, output: SchedulerOutput, now: float) -> SchedulerOutput:
         """Keep one kind of work: denoise while there is a batch, but let nobody wait longer than `max_phase_s`."""
         denoise = tuple(row for row in output.denoise if row.is_encoded)
-        if any(row.decode_step for row in output.decode):
-            return SchedulerOutput(decode=output.decode)  # what it needs is on the device
+        if self._is_draining and output.decode:
+            return SchedulerOutput(decode=output.decode)
+        self._is_draining = False
         others_wait = bool(output.encode or output.decode)
         if not others_wait:
             self._phase_since = None
@@ -264,6 +263,7 @@ class StepScheduler:
             self._phase_since = None
         # Pictures first: their callers have waited longest.
         if output.decode:
+            self._is_draining = True  # every step of every picture that waits, since what they need is on the device
             return SchedulerOutput(decode=output.decode)
         ahead = [row for leader in self.waiting[:MAX_ENCODED_AHEAD] for row in _gang(leader) if not row.is_encoded]
         return SchedulerOutput(encode=(*output.encode, *ahead[:MAX_ENCODED_AHEAD]) if output.encode else ())
@@ -275,8 +275,8 @@ class StepScheduler:
         running = [row for row in self.running if not row.request.is_in_callback]
         room_rows = self.config.max_requests_per_batch - len(running)
         waiting = self._admissible(self.waiting)
-        if not waiting or room_rows <= 0:
-            return
+        if not waiting or room_rows <= 0 or len(self.decoding) >= self.config.max_requests_per_batch:
+            return  # also where pictures come in faster than they are decoded
         room_tokens = self.config.max_batch_tokens - sum(row.num_tokens for row in running)
         passed: Row | None = None
         num_passed = 0
@@ -324,7 +324,7 @@ class StepScheduler:
         """Everybody who may run next: `aged`, then, by priority, the policy's order and what is late."""
         late = [row for row in movable if self._is_late(row, now)]
         on_time = [row for row in movable if row not in late]
-        decoding = [row for row in self.decoding if row.num_decode_steps > 1]
+        decoding = [row for row in self.decoding if _has_long_decode(row)]
         order = iter(self._policy.order(self._admissible(self.waiting), [*on_time, *decoding], now))
         if late or self.late:
             late = sorted([*late, *self._admissible(self.late)], key=_by_length)
@@ -549,6 +549,11 @@ class _Batch:
         """How long its steps may take for it to be on time."""
         spare_ms = 1e3 * (_latest_start_s(row) - self.now)
         return _cost(row).step_ms + spare_ms / max(1, row.num_steps - row.step)
+
+
+def _has_long_decode(row: Row) -> bool:
+    """True for a decoder of steps that take as long as a denoising step or longer."""
+    return row.request.params.decoder == "pid"
 
 
 def _size(row: Row) -> tuple[int, int]:

@@ -202,14 +202,15 @@ def _draw_all(jobs: list[Job], options: argparse.Namespace) -> int:
     from .loading import EMBEDDED_MODEL, load_decoder, load_pipeline
 
     print(f"loading {options.model or EMBEDDED_MODEL}", file=sys.stderr)
-    source, wants_pid = options.model, any(job.row.decoder == "pid" for job in jobs)
+    wants_pid = any(job.row.decoder == "pid" for job in jobs)
+    what = f"model {options.model!r}"
     try:
-        pipe = load_pipeline(source)
-        if options.decoder_model is not None or (source is None and wants_pid):
-            source = options.decoder_model
-            pipe.decoder = load_decoder(source)
+        pipe = load_pipeline(options.model)
+        if options.decoder_model is not None or (options.model is None and wants_pid):
+            what = f"decoder {options.decoder_model or EMBEDDED_MODEL!r}"
+            pipe.decoder = load_decoder(options.decoder_model)
     except (OSError, ValueError) as error:
-        print(f"error: model {source!r} cannot be loaded: {error}", file=sys.stderr)
+        print(f"error: {what} cannot be loaded: {error}", file=sys.stderr)
         return 1
     if wants_pid and pipe.decoder is None:
         print(f"error: {options.model} has no PiDDecoder; name one with --decoder-model", file=sys.stderr)

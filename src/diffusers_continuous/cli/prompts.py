@@ -54,6 +54,14 @@ class PromptRow:
     early_stop: int
     where: str
 
+    def __post_init__(self) -> None:
+        if self.early_stop >= self.steps:
+            raise ValueError(f"{self.where}: early_stop {self.early_stop} leaves none of {self.steps} steps")
+        if self.early_stop and self.decoder == "vae":
+            raise ValueError(
+                f"{self.where}: early_stop {self.early_stop} leaves noise that only decoder pid takes away"
+            )
+
     @property
     def guidance_prompt(self) -> str | None:
         """The negative prompt that is drawn with: a single space when there is guidance and none was given."""

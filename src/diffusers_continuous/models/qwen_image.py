@@ -19,7 +19,7 @@ from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
 from ..attention import AttentionBackend
 from ..config import ContinuousBatchingConfig
 from ..decode import LatentPreview, PiDStage, decode_latents
-from ..errors import FLOAT16_ADVICE, EngineStoppedError, UnsupportedModelError
+from ..errors import FLOAT16_ADVICE, EngineStoppedError, RequestError, UnsupportedModelError
 from ..hooks import model_offload_hook
 from ..request import RequestState, Row, TextEmbeds
 from .qwen_image_transformer import (
@@ -33,6 +33,7 @@ from .step_cache import BranchCache, StepCache
 
 if TYPE_CHECKING:
     from ..batch import InputBatch
+    from ..pid import PiDDecoder
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +72,6 @@ class QwenImageStepModel:
         self._transformer_ref = weakref.ref(pipe.transformer)
         self._attention = attention
         self._prompts: OrderedDict[tuple[str, int], TextEmbeds] = OrderedDict()
-        self._captions: OrderedDict[str, torch.Tensor] = OrderedDict()
         self._config = config
         self.num_branch_steps = self.num_skipped_branch_steps = 0
         self._rotary: OrderedDict[tuple[Any, ...], torch.Tensor] = OrderedDict()
@@ -98,7 +98,9 @@ class QwenImageStepModel:
 
     def _forget(self) -> None:
         self._prompts.clear()
-        self._captions.clear()
+        decoder = getattr(self._pipe_ref(), "decoder", None)
+        if decoder is not None:
+            decoder.forget_captions()
         self._rotary.clear()
         self._preview = LatentPreview()
 
@@ -294,32 +296,25 @@ class QwenImageStepModel:
 
     def _decode_pid(self, rows: Sequence[Row]) -> None:
         decoder = self._pipe.decoder
+        if decoder is None:
+            raise RequestError("the pipeline's PiDDecoder was taken away")
+        rows = [row for row in rows if row.image is None]
         fresh = [row for row in rows if row.decode_state is None]
-        captions = self._encode_captions(fresh)
+        if fresh:
+            self._begin_pid(decoder, fresh)
         self._make_room(decoder.transformer)
-        for row in fresh:
-            assert row.prompt is not None
-            negative = captions[""] if decoder.default_guidance_scale != 1 else None
-            self._pid.begin(decoder, row, captions[row.prompt], negative)
         self._pid.step(decoder, rows)
 
-    def _encode_captions(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
-        """(1, tokens, width) of every caption that `rows` need; those not seen lately are encoded together."""
-        decoder = self._pipe.decoder
-        wanted = dict.fromkeys(row.prompt for row in rows if row.prompt is not None)
-        if wanted and decoder.default_guidance_scale != 1:
-            wanted[""] = None
-        captions = {prompt: self._captions[prompt] for prompt in wanted if prompt in self._captions}
-        new = [prompt for prompt in wanted if prompt not in captions]
-        if new:
+    def _begin_pid(self, decoder: PiDDecoder, rows: Sequence[Row]) -> None:
+        captions = [row.prompt or "" for row in rows]
+        negative_prompts = [""] if decoder.default_guidance_scale != 1 else []
+        if not all(map(decoder.remembers, captions + negative_prompts)):
             self._make_room(decoder.text_encoder)
-            captions.update(zip(new, decoder.encode_prompt(new).split(1), strict=True))
-        for prompt, embeds in captions.items():
-            self._captions[prompt] = embeds
-            self._captions.move_to_end(prompt)
-        while len(self._captions) > self._config.prompt_cache_size:
-            self._captions.popitem(last=False)
-        return captions
+        embeds = decoder.encode_prompt(captions)
+        negative = decoder.encode_prompt(negative_prompts) if negative_prompts else None
+        self._make_room(decoder.transformer)
+        for row, row_embeds in zip(rows, embeds.split(1), strict=True):
+            self._pid.begin(decoder, row, row_embeds, negative)
 
     def make_output(self, state: RequestState) -> Any:
         """All pictures of the request as the stock pipeline returns them: PIL list, array, tensor or packed latents."""

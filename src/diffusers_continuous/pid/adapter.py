@@ -32,6 +32,8 @@ class LatentFeatures:
     @staticmethod
     def stack(features: Sequence[LatentFeatures]) -> LatentFeatures:
         """Put rows of one size together, so that they share a forward."""
+        if len(features) == 1:
+            return features[0]
         grids = {item.grid for item in features}
         if len(grids) != 1:
             raise ValueError(f"only features of one grid can share a forward, not {sorted(grids)}")

@@ -5,6 +5,8 @@ Stands where a pipeline's VAE decode stands, or is called alone. Knows nothing o
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,6 +26,7 @@ from .scheduling import PiDScheduler
 from .text_encoding import encode_captions, repeat_captions
 
 UNDISTILLED_STEPS = 25
+MAX_CAPTIONS = 32  # whose embeddings are kept: 2.8 MB each at full size
 UNDISTILLED_GUIDANCE = 5.0
 
 
@@ -53,6 +56,8 @@ class PiDDecoder(DiffusionPipeline):
         )
         self.register_to_config(instruction=instruction)
         self.image_processor = VaeImageProcessor()
+        self._captions: OrderedDict[str, torch.Tensor] = OrderedDict()
+        self._encoding = threading.Lock()  # a tokenizer serves one thread at a time
 
     @classmethod
     def from_original(
@@ -101,15 +106,47 @@ class PiDDecoder(DiffusionPipeline):
     def encode_prompt(self, prompt: str | Sequence[str]) -> torch.Tensor:
         """Captions -> (captions, txt_max_length, txt_embed_dim) float32, for `prompt_embeds`.
 
+        The last few captions are remembered and not encoded again. Any thread may call this.
+
         Raises:
-            RequestError: without a text encoder.
+            RequestError: without a text encoder, for a caption that is not remembered.
         """
-        if self.text_encoder is None or self.tokenizer is None:
-            raise RequestError("this decoder has no text encoder: pass prompt_embeds, or load one")
         captions = [prompt] if isinstance(prompt, str) else list(prompt)
+        with self._encoding:
+            known = {caption: self._captions[caption] for caption in captions if caption in self._captions}
+            new = [caption for caption in dict.fromkeys(captions) if caption not in known]
+            if new:
+                known.update(zip(new, self._encode(new), strict=True))
+            self._captions.update(known)
+            while len(self._captions) > MAX_CAPTIONS:
+                self._captions.popitem(last=False)
+        return torch.stack([known[caption] for caption in captions]).to(self._execution_device)
+
+    def _encode(self, captions: list[str]) -> torch.Tensor:
+        if not self.has_text_encoder:
+            raise RequestError("this decoder has no text encoder: pass prompt_embeds, or load one")
         num_positions = self.transformer.config.txt_max_length
         components = self.text_encoder, self.tokenizer
         return encode_captions(*components, captions, num_positions, self.config.instruction, self._execution_device)
+
+    @property
+    def has_text_encoder(self) -> bool:
+        """True when any caption can be encoded."""
+        return self.text_encoder is not None and self.tokenizer is not None
+
+    def remembers(self, caption: str) -> bool:
+        """True when `encode_prompt` needs no text encoder for this caption."""
+        return caption in self._captions
+
+    def forget_captions(self) -> None:
+        """Encode every caption anew from here on, if that is possible: the text encoder may have changed."""
+        if self.has_text_encoder:
+            self._captions.clear()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in ("text_encoder", "tokenizer") and "_captions" in self.__dict__:
+            self.forget_captions()
 
     def free_text_encoder(self) -> None:
         """Let go of the text encoder, which weighs twice the network; what was encoded stays good."""
@@ -264,9 +301,7 @@ class PiDDecoder(DiffusionPipeline):
             if prompt is None:
                 raise RequestError(f"pass {name} or {name}_embeds")
             captions = repeat_captions(prompt, batch)
-            distinct = list(dict.fromkeys(captions))
-            encoded = self.encode_prompt(distinct)
-            embeds = encoded[[distinct.index(caption) for caption in captions]]
+            embeds = self.encode_prompt(captions)
         if embeds.ndim == 3 and len(embeds) == 1:
             embeds = embeds.expand(batch, -1, -1)
         if embeds.ndim != 3 or len(embeds) != batch:

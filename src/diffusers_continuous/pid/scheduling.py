@@ -6,6 +6,7 @@ network is given 1000 t. Everything is float32. Knows nothing of networks and ca
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -62,6 +63,15 @@ class PiDScheduler(SchedulerMixin, ConfigMixin):
         self.timesteps = torch.zeros(0)
         self.num_inference_steps: int | None = None
         self._solver: DPMSolverMultistepScheduler | None = None
+
+    def __copy__(self) -> PiDScheduler:
+        """One that goes its own way from here on; the tensors that steps were made of are shared."""
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        if self._solver is not None:
+            twin._solver = copy.copy(self._solver)
+            twin._solver.model_outputs = list(self._solver.model_outputs)
+        return twin
 
     @property
     def max_steps(self) -> int | None:
