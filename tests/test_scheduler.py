@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from types import SimpleNamespace
 
@@ -296,3 +297,69 @@ def test_random_arrivals_and_cancels_leave_nothing_behind(seed):
     assert len(ended) == len(set(ended))  # everybody ends exactly once
     assert [*sched.waiting, *sched.running, *sched.decoding] == []
     assert all(row.stage is Stage.DONE for state in alive.values() for row in state.rows)
+
+
+def decoding_request(name, decoder, steps=1):
+    state = request(name, steps=steps)
+    state.params = dataclasses.replace(state.params, decoder=decoder)
+    for row in state.rows:
+        row.num_decode_steps = 4 if decoder == "pid" else 1
+    return state
+
+
+def run_decoding_step(sched, now):
+    output = sched.schedule(now)
+    for row in output.encode:
+        row.text = SimpleNamespace(num_tokens=8)
+    for row in output.decode:
+        row.decode_step += 1
+        row.image = object() if row.decode_step == row.num_decode_steps else None
+    for row in output.denoise:
+        row.step += 1
+    sched.update_from_output(output, {})
+    return output
+
+
+@pytest.mark.parametrize("scheduler_type", ["fcfs", "edf", "least_slack", "slo"])
+def test_denoising_waits_for_one_step_of_a_long_decoder_also_when_pictures_go_out_in_between(scheduler_type):
+    sched = scheduler(scheduler_type=scheduler_type)
+    for number in range(3):
+        sched.add_request(decoding_request(f"pid{number}", "pid"))
+    for number in range(6):
+        sched.add_request(decoding_request(f"vae{number}", "vae", steps=2 + number))
+    between, most = 0, 0
+    for now in range(200):
+        output = run_decoding_step(sched, float(now))
+        between += any(row.request.params.decoder == "pid" for row in output.decode)
+        if output.denoise:
+            most, between = max(most, between), 0
+        if not sched.running and not sched.waiting:
+            break
+    assert most == 1
+    while sched.has_requests():
+        assert not run_decoding_step(sched, 1e3).is_empty
+
+
+def test_in_phases_a_long_decoder_is_not_put_off_by_pictures_that_keep_coming():
+    sched = scheduler(max_phase_s=5.0, scheduler_type="fcfs")
+    sched.is_phased = True
+    sched.add_request(decoding_request("pid", "pid"))
+    for now in range(60):
+        if now % 2 == 0:
+            sched.add_request(decoding_request(f"vae{now}", "vae"))
+        run_decoding_step(sched, float(now))
+        if not any(row.request.request_id == "pid" for row in (*sched.waiting, *sched.running, *sched.decoding)):
+            break
+    assert now <= 20
+
+
+def test_nobody_is_admitted_while_a_batch_of_pictures_waits_to_be_decoded():
+    sched = scheduler(max_requests_per_batch=2, scheduler_type="fcfs")
+    for number in range(8):
+        sched.add_request(decoding_request(f"{number}", "pid"))
+    longest = 0
+    for now in range(100):
+        run_decoding_step(sched, float(now))
+        longest = max(longest, len(sched.decoding))
+    assert longest <= 4
+    assert not sched.has_requests()

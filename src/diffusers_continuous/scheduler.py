@@ -75,7 +75,8 @@ class StepScheduler:
     is_holding: bool = False
     num_preemptions: int = 0
     _policy: Policy = field(init=False)
-    _is_denoising_due: bool = False
+    _is_denoising_due: bool = False  # the policy would rather denoise than take a step of a long decoder
+    _owes_denoising: bool = False  # such a step was the last
     _is_draining: bool = False
     _phase_since: float | None = None
     _chunk_left: int = 0
@@ -207,12 +208,11 @@ class StepScheduler:
         """Decode, or encode and denoise."""
         # Finished pictures go out before the others' next step, not after it; a decoder of many steps takes turns.
         is_long = any(_has_long_decode(row) for row in output.decode)
-        waits = is_long and self._is_denoising_due and bool(output.encode or output.denoise)
-        is_decoding = bool(output.decode) and not waits
-        if not self._policy.is_preemptive:
-            self._is_denoising_due = is_decoding and (is_long or self._is_denoising_due)
-        if is_decoding:
+        is_due = self._is_denoising_due or self._owes_denoising
+        if output.decode and not (is_long and is_due and (output.encode or output.denoise)):
+            self._owes_denoising |= is_long
             return SchedulerOutput(decode=output.decode)
+        self._owes_denoising = False
         return SchedulerOutput(encode=output.encode, denoise=output.denoise)
 
     # ------------------------------------------------------------------ the parts of a step
