@@ -41,6 +41,15 @@ def test_a_fit_of_noisy_samples_has_no_negative_parts_and_is_nearly_right():
         assert r_squared(curve, samples(noise=0.1, seed=seed)) >= 0.98
 
 
+def test_small_work_that_only_launches_kernels_has_a_floor():
+    """Published step times of 512 x 512 rows on an H200: one, two and three take nearly the same."""
+    times = {1: 167, 2: 183, 3: 186, 4: 240, 8: 425, 16: 832}
+    found = [Sample(2112 * rows, 2112**2 / 2 * rows, ms) for rows, ms in times.items()]
+    curve = fit_curve(found)
+    assert r_squared(curve, found) >= 0.995
+    assert all(abs(curve.ms(s.tokens, s.pairs) / s.ms - 1) <= 0.12 for s in found)
+
+
 def test_samples_of_one_shape_are_enough_for_a_curve_through_them():
     assert fit_curve([Sample(100, 5000, 7.0)] * 3).ms(100, 5000) == pytest.approx(7.0)
 

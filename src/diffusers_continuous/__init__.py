@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .errors import (
         ConfigError,
         ContinuousBatchingError,
+        DeadlineError,
         EngineStoppedError,
         QueueFullError,
         RequestCancelledError,
@@ -33,6 +34,7 @@ _MODULE_OF_NAME = {
     "ContinuousBatchingError": "errors",
     "ContinuousBatchingMixin": "pipeline",
     "ContinuousBatchingPipeline": "pipeline",
+    "DeadlineError": "errors",
     "DiffusionEngine": "engine",
     "EngineStats": "metrics",
     "EngineStoppedError": "errors",
@@ -62,6 +64,7 @@ __all__ = [
     "ContinuousBatchingError",
     "ContinuousBatchingMixin",
     "ContinuousBatchingPipeline",
+    "DeadlineError",
     "DiffusionEngine",
     "EngineStats",
     "EngineStoppedError",

@@ -1,8 +1,9 @@
 """Predicted milliseconds of every kind of work, from the tokens that it touches. Knows numbers; no torch, no policy.
 
-A step of a batch takes a constant, plus its tokens, plus the pairs of tokens that attention compares. The same curve,
-with other numbers, serves encoding, VAE decoding and the steps of PiD. A curve is fitted from measured samples
-(`scripts/calibrate_cost_model.py`), kept as JSON, and followed online by one factor per kind.
+A step of a batch takes a constant, plus its tokens, plus the pairs of tokens that attention compares, and never less
+than launching its kernels takes. The same curve, with other numbers, serves encoding, VAE decoding and the steps of
+PiD. A curve is fitted from measured samples (`scripts/calibrate_cost_model.py`), kept as JSON, and followed online by
+one factor per kind.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import statistics
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,8 @@ BYTES_PER_TOKEN = 4
 # Rows whose texts differ by less than this many tokens share a cost; so many different ones are kept.
 TEXT_UNIT = 16
 MAX_COSTS = 1024
+# Where among the samples a floor is looked for. It is believed when some samples lie there and the loss is much lower.
+FLOOR_QUANTILES, FLOOR_SPREAD, MIN_FLOOR_SAMPLES, MIN_FLOOR_GAIN = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5), 1.1, 3, 0.7
 # A model that nobody calibrated fits its curves itself, whenever it has twice the samples of the last time.
 FIRST_FIT, LAST_FIT = 16, 1024
 # What it believed before counts as a few weak samples, of these sizes, so that what it has not seen stays sane.
@@ -43,15 +46,17 @@ PRIOR_TOKENS, PRIOR_WEIGHT = (256, 1024, 4096, 16384), 0.05
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Milliseconds of one piece of work: `constant_ms + per_token_ms * tokens + per_pair_ms * pairs`."""
+    """Milliseconds of one piece of work: `constant_ms + per_token_ms * tokens + per_pair_ms * pairs`, or `floor_ms`."""
 
     constant_ms: float = 0.0
     per_token_ms: float = 0.0
     per_pair_ms: float = 0.0
+    floor_ms: float = 0.0
 
     def ms(self, tokens: float, pairs: float) -> float:
         """How long the work takes."""
-        return self.constant_ms + self.per_token_ms * tokens + self.per_pair_ms * pairs
+        ms = self.constant_ms + self.per_token_ms * tokens + self.per_pair_ms * pairs
+        return ms if ms > self.floor_ms else self.floor_ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +136,7 @@ class StepCostModel:
 
     def rows_ms(self, kind: str, rows: Iterable[Row]) -> float:
         """Milliseconds of one piece of work on all of `rows` together."""
-        return self.ms(kind, *_sum_of_work(kind, rows))
+        return self.ms(kind, *sum_of_work(kind, rows))
 
     def cost_of(self, row: Row) -> RowCost:
         """What `row` costs alone. Kept up to date: later corrections reach it."""
@@ -172,7 +177,7 @@ class StepCostModel:
 
     def observe(self, kind: str, rows: Sequence[Row], ms: float) -> None:
         """Take one measured duration into account; slow outliers do not matter."""
-        if ms > 0 and self._learners[kind].observe(Sample(*_sum_of_work(kind, rows), ms)):
+        if ms > 0 and self._learners[kind].observe(Sample(*sum_of_work(kind, rows), ms)):
             self.version += 1
             for cost in self._costs.values():
                 self._price(cost)
@@ -190,12 +195,12 @@ class StepCostModel:
     # ------------------------------------------------------------------ on disk
 
     def save(self, path: str | Path) -> None:
-        """Write the curves as JSON.
+        """Write the curves that are more than a guess as JSON.
 
         Raises:
             OSError: when the file cannot be written.
         """
-        curves = {kind: asdict(learner.scaled_curve) for kind, learner in self._learners.items()}
+        curves = {kind: asdict(each.scaled_curve) for kind, each in self._learners.items() if each.is_informed}
         content = {"source": self.source, "curves": curves, "r2": self.r2}
         Path(path).write_text(json.dumps(content, indent=2) + "\n")
 
@@ -284,18 +289,31 @@ def fit_curve(samples: Sequence[Sample], weights: Sequence[float] | None = None)
     inputs = np.array([[1.0, s.tokens, s.pairs] for s in samples])
     ms = np.array([s.ms for s in samples])
     scale = np.sqrt(np.ones(len(samples)) if weights is None else np.array(weights)) / ms
-    best, least = Curve(constant_ms=float(ms.mean())), np.inf
-    for columns in itertools.chain.from_iterable(itertools.combinations(range(3), n) for n in (1, 2, 3)):
-        found = np.zeros(3)
-        found[list(columns)] = _least_squares(inputs[:, columns] * scale[:, None], ms * scale)
-        loss = float(np.square((inputs @ found - ms) * scale).sum())
-        if (found >= 0).all() and loss < least * (1 - 1e-9):
-            best, least = Curve(*map(float, found)), loss
+    found, least = _fit_above(0.0, inputs, ms, scale)
+    best = Curve(*found.tolist())
+    for floor in np.unique(np.quantile(ms, FLOOR_QUANTILES, method="nearest")):
+        found, loss = _fit_above(floor, inputs, ms, scale)
+        is_flat = (ms <= FLOOR_SPREAD * floor).sum() >= MIN_FLOOR_SAMPLES
+        if is_flat and loss < MIN_FLOOR_GAIN * least:
+            best, least = replace(Curve(*found.tolist()), floor_ms=float(floor)), loss
     return best
 
 
+def _fit_above(floor: float, inputs: np.ndarray, ms: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, float]:
+    """The three parts without negative ones, from the samples that are clearly above `floor`, and the loss over all."""
+    above = ms > FLOOR_SPREAD * floor
+    best, least = np.zeros(3), np.inf
+    for columns in itertools.chain.from_iterable(itertools.combinations(range(3), n) for n in (1, 2, 3)):
+        found = np.zeros(3)
+        found[list(columns)] = _least_squares((inputs * scale[:, None])[above][:, columns], (ms * scale)[above])
+        loss = float(np.square((np.maximum(inputs @ found, floor) - ms) * scale).sum())
+        if (found >= 0).all() and loss < least * (1 - 1e-9):
+            best, least = found, loss
+    return best, least
+
+
 def _least_squares(inputs: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    size = np.abs(inputs).max(0)
+    size = np.abs(inputs).max(0, initial=0.0)
     size[size == 0] = 1.0
     return np.asarray(np.linalg.lstsq(inputs / size, targets, rcond=None)[0] / size)
 
@@ -338,6 +356,7 @@ def _work(kind: str, row: Row) -> tuple[float, float]:
     return row.num_image_tokens, float(row.num_image_tokens**2)
 
 
-def _sum_of_work(kind: str, rows: Iterable[Row]) -> tuple[float, float]:
+def sum_of_work(kind: str, rows: Iterable[Row]) -> tuple[float, float]:
+    """Tokens and pairs of tokens that one piece of work on all of `rows` touches."""
     work = [_work(kind, row) for row in rows]
     return sum(tokens for tokens, _ in work), sum(pairs for _, pairs in work)

@@ -6,9 +6,9 @@ engine's clock; `row.remaining_ms` is what the cost model predicts for the row a
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import itertools
-import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -91,7 +91,9 @@ class SLO(EDF):
 
     def order(self, waiting: Sequence[Row], running: Sequence[Row], now: float) -> Iterable[Row]:
         """Per priority: the kept requests by deadline, then the others by remaining time."""
-        rows = sorted((*running, *waiting), key=self.key)
+        rows = list(waiting)
+        for row in running:
+            bisect.insort_left(rows, row, key=self.key)
         pace = self._pace(running)
         if rows and rows[0].request.params.priority == rows[-1].request.params.priority:
             return _keep_most(rows, now, pace)
@@ -115,14 +117,16 @@ class SLO(EDF):
 
 def _keep_most(rows: Iterable[Row], now: float, pace: float) -> Iterator[Row]:
     """Moore-Hodgson over requests: `rows` are sorted by deadline, the rows of one request next to each other."""
-    requests = [tuple(group) for _, group in itertools.groupby(rows, key=_request)]
+    requests = _by_request(rows)
     total_ms = 0.0
     kept: list[tuple[float, int]] = []  # a heap of (-milliseconds, index), the longest request in front
     given_up: list[tuple[float, int]] = []
     for index, group in enumerate(requests):
-        room_s = group[0].request.deadline_s - now
-        ms = group[0].remaining_ms if len(group) == 1 else sum(row.remaining_ms for row in group)
-        if 1e-3 * max(row.remaining_ms for row in group) > room_s:
+        room_s = group[0].request.metrics.deadline_s - now
+        ms = longest_ms = group[0].remaining_ms
+        if len(group) > 1:
+            ms, longest_ms = sum(row.remaining_ms for row in group), max(row.remaining_ms for row in group)
+        if 1e-3 * longest_ms > room_s:
             given_up.append((ms, index))
             continue
         total_ms += ms
@@ -131,15 +135,22 @@ def _keep_most(rows: Iterable[Row], now: float, pace: float) -> Iterator[Row]:
             longest, index = heapq.heappop(kept)
             total_ms += longest
             given_up.append((-longest, index))
-    is_given_up = {index for _, index in given_up}
-    for index, group in enumerate(requests):
-        if index not in is_given_up:
-            yield from group
+    for index in sorted(index for _, index in kept):
+        yield from requests[index]
     for _, index in sorted(given_up):
         yield from requests[index]
 
 
-_request = operator.attrgetter("request")
+def _by_request(rows: Iterable[Row]) -> list[list[Row]]:
+    requests: list[list[Row]] = []
+    last = None
+    for row in rows:
+        if row.request is last:
+            requests[-1].append(row)
+        else:
+            last = row.request
+            requests.append([row])
+    return requests
 
 
 def make_policy(scheduler_type: str, cost_model: StepCostModel) -> Policy:

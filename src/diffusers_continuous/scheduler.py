@@ -31,11 +31,13 @@ from .request import RequestState, RequestStatus, Row, SchedulerOutput, Stage
 MAX_BYPASSED = 16
 # How many rows that do not fit are looked at before the search for one that does is given up.
 MAX_LOOKED_AT = 64
+# The same where the batch is chosen anew at every chunk, and a row that was passed is soon the first one.
+MAX_PASSED = 16
 # With model offload: how many waiting rows are encoded while the text encoder is on the device anyway.
 MAX_ENCODED_AHEAD = 16
 # A row joins others only where its share of their step is below this part of its step alone: where sharing saves
 # nothing, one after the other is better, since it leaves the choice open.
-MAX_SHARE = 0.9
+MAX_SHARE = 0.8
 # What is late anyway goes last; still, one chunk in so many belongs to the oldest of it, however full we are.
 AGEING_CHUNKS = 64
 # `steps_per_chunk="auto"`: deciding takes at most this part of the time, with chunks of at most so many steps.
@@ -339,7 +341,7 @@ class StepScheduler:
             if leader.stage is Stage.DECODE:
                 continue
             num_passed += not batch.take(leader)
-            if batch.is_full or num_passed >= MAX_LOOKED_AT:
+            if batch.is_full or num_passed >= MAX_PASSED:
                 break
         return batch
 
@@ -372,10 +374,11 @@ class StepScheduler:
         if self.config.on_hopeless == "fail" and self.cost_model.is_informed:
             return self._give_up(now)
         if self._next_late_s < now:
-            for row in (row for row in self.waiting if self._is_late(row, now)):
+            starts = [(_latest_start_s(row), row) for row in self.waiting]
+            self.waiting[:] = [row for start_s, row in starts if start_s >= now]
+            self._next_late_s = min((start_s for start_s, _ in starts if start_s >= now), default=math.inf)
+            for row in (row for start_s, row in starts if start_s < now):
                 bisect.insort(self.late, row, key=_by_length)
-            self.waiting[:] = [row for row in self.waiting if not self._is_late(row, now)]
-            self._next_late_s = min(map(_latest_start_s, self.waiting), default=math.inf)
         return ()
 
     def _give_up(self, now: float) -> tuple[RequestState, ...]:

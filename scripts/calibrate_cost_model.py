@@ -1,0 +1,220 @@
+"""Measures what every kind of step takes on this device and saves the fitted cost model as JSON.
+
+    python scripts/calibrate_cost_model.py --output cost.json
+    python scripts/calibrate_cost_model.py --model Qwen/Qwen-Image --sides 512 768 1024 --rows 1 2 4 --output h200.json
+
+    ContinuousBatchingConfig(calibration="cost.json")
+
+Runs the engine itself over a grid of sizes and numbers of rows, guided and not, and takes the times that the
+scheduler sees. Every fourth visit is kept out of the fit and only predicted. Prints the machine, a table of R2 and
+errors per kind of work, and one JSON object as the last line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import platform
+import random
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from diffusers.utils import logging
+
+from diffusers_continuous import ContinuousBatchingPipeline, embedded_decoder_path, embedded_model_path
+from diffusers_continuous.cost_model import KINDS, Sample, StepCostModel, fit_curve, r_squared, sum_of_work
+
+WORDS = ("red", "green", "blue", "yellow", "star", "circle", "heart", "ring", "above", "below", "left", "right", "of")
+HELD_OUT = 4  # every fourth visit
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One point of the grid."""
+
+    side: int
+    rows: int
+    is_guided: bool
+    decoder: str
+
+
+class Recorder:
+    """Stands before the cost model of an engine and keeps what it is told."""
+
+    def __init__(self, engine: Any) -> None:
+        self.samples: dict[str, list[Sample]] = {}
+        self._take = engine.runner.take_timings
+        engine.runner.take_timings = self
+
+    def __call__(self) -> list[Any]:
+        timings = self._take()
+        for kind, rows, ms in timings:
+            self.samples.setdefault(kind, []).append(Sample(*sum_of_work(kind, rows), ms))
+        return timings
+
+    def drain(self) -> dict[str, list[Sample]]:
+        samples, self.samples = self.samples, {}
+        return samples
+
+
+def main() -> int:
+    args = _parse_arguments()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    pipe = load(args)
+    where = machine()
+    print(f"machine: {where['device']}, {where['torch_threads']} torch threads, load {where['load_average']:.1f}")
+    fitted, held_out = measure(pipe, args)
+    model = StepCostModel(
+        {kind: fit_curve(samples) for kind, samples in fitted.items()},
+        source=f"{args.model or 'the embedded model'} on {where['device']}",
+    )
+    model.r2 = {kind: round(r_squared(model.curves[kind], samples), 4) for kind, samples in fitted.items()}
+    model.save(args.output)
+    figures = {kind: kind_figures(model, kind, fitted[kind], held_out.get(kind, [])) for kind in fitted}
+    print_table(figures)
+    print(json.dumps({**where, "output": args.output, "shapes": len(grid(args)), "kinds": figures}))
+    return 0
+
+
+def load(args: argparse.Namespace) -> ContinuousBatchingPipeline:
+    """The pipeline to be measured, with a PiD decoder where one is asked for."""
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    extra = {}
+    if args.pid:
+        from diffusers_continuous import PiDDecoder
+
+        extra["decoder"] = PiDDecoder.from_pretrained(args.pid, dtype=dtype)
+    source = args.model or str(embedded_model_path())
+    return ContinuousBatchingPipeline.from_pretrained(source, dtype=dtype, **extra).to(device)
+
+
+def grid(args: argparse.Namespace) -> list[Shape]:
+    """Every size with every number of rows, guided and not; with PiD each size once more."""
+    plain = itertools.product(args.sides, args.rows, (True, False), ("vae",))
+    pid = itertools.product(args.sides, (1,), (True,), ("pid",)) if args.pid else ()
+    return [Shape(*point) for point in (*plain, *pid)]
+
+
+def measure(
+    pipe: ContinuousBatchingPipeline, args: argparse.Namespace
+) -> tuple[dict[str, list[Sample]], dict[str, list[Sample]]]:
+    """The median time of each shape and kind: those to fit, and those to be predicted only."""
+    shapes = grid(args) * args.repeats
+    random.Random(0).shuffle(shapes)  # a machine that slows down meanwhile must not look like a larger picture
+    fitted: dict[str, list[Sample]] = {}
+    held_out: dict[str, list[Sample]] = {}
+    engine = pipe.init_continuous_batching(
+        max_requests_per_batch=max(args.rows), max_batch_tokens=2**30, prompt_cache_size=0
+    )
+    recorder, prompts = Recorder(engine), _prompts()
+    engine.start()
+    for number, shape in enumerate([shapes[0], *shapes]):
+        draw(engine, shape, args.steps, prompts)
+        for kind, samples in recorder.drain().items():
+            if number:  # the first one warmed up
+                part = held_out if number % HELD_OUT == 0 else fitted
+                part.setdefault(kind, []).extend(medians(samples))
+        print(f"\r{number} of {len(shapes)} shapes", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    engine.stop()
+    return fitted, held_out
+
+
+def draw(engine: Any, shape: Shape, steps: int, prompts: Iterator[str]) -> None:
+    """Run `shape.rows` requests together."""
+    with engine.pause():  # so that all of them are there at the next step
+        ids = [
+            engine.add_request(
+                prompt=next(prompts),
+                negative_prompt=" " if shape.is_guided else None,
+                true_cfg_scale=4.0 if shape.is_guided else 1.0,
+                height=shape.side,
+                width=shape.side,
+                num_inference_steps=steps,
+                decoder=shape.decoder,
+            )
+            for _ in range(shape.rows)
+        ]
+    for request_id in ids:
+        error = engine.get_result(request_id).error
+        if error is not None:
+            raise error
+
+
+def medians(samples: Sequence[Sample]) -> list[Sample]:
+    """Samples of one shape as one."""
+    groups: dict[tuple[float, float], list[float]] = {}
+    for sample in samples:
+        groups.setdefault((sample.tokens, sample.pairs), []).append(sample.ms)
+    return [Sample(tokens, pairs, statistics.median(ms)) for (tokens, pairs), ms in groups.items()]
+
+
+def kind_figures(
+    model: StepCostModel, kind: str, fitted: Sequence[Sample], held_out: Sequence[Sample]
+) -> dict[str, Any]:
+    """How well the curve of one kind fits."""
+
+    def error(samples: Sequence[Sample]) -> float:
+        found = [abs(model.ms(kind, s.tokens, s.pairs) / s.ms - 1) for s in samples]
+        return round(statistics.median(found), 4) if found else 0.0
+
+    return {
+        "r2": model.r2[kind],
+        "num_samples": len(fitted),
+        "median_error": error(fitted),
+        "held_out": len(held_out),
+        "held_out_median_error": error(held_out),
+        "held_out_r2": round(r_squared(model.curves[kind], held_out), 4) if len(held_out) > 2 else None,
+    }
+
+
+def print_table(figures: dict[str, dict[str, Any]]) -> None:
+    print("| kind | R2 | samples | median error | held out | their median error | their R2 |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for kind in (kind for kind in KINDS if kind in figures):
+        print(f"| {kind} | " + " | ".join(str(value) for value in figures[kind].values()) + " |")
+
+
+def machine() -> dict[str, Any]:
+    """Where this runs."""
+    is_cuda = torch.cuda.is_available()
+    return {
+        "device": torch.cuda.get_device_name() if is_cuda else f"{platform.machine()} CPU, {os.cpu_count()} cores",
+        "torch_threads": torch.get_num_threads(),
+        "load_average": os.getloadavg()[0],
+        "torch": torch.__version__,
+    }
+
+
+def _prompts() -> Iterator[str]:
+    """Prompts that were not seen before, of 4 to 40 words."""
+    rng = random.Random(0)
+    while True:
+        yield " ".join(rng.choices(WORDS, k=rng.randint(4, 40)))
+
+
+def _parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", required=True, help="file to write")
+    parser.add_argument("--model", help="folder or repository (default: the embedded model)")
+    parser.add_argument("--pid", help="folder or repository of a PiD decoder to measure too; 'embedded' is ours")
+    parser.add_argument("--sides", type=int, nargs="+", default=[64, 96, 128, 192, 256], help="pixels")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 3, 4, 8])
+    parser.add_argument("--repeats", type=int, default=2, help="visits of each shape (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=9, help="steps of each shape (default: %(default)s)")
+    args = parser.parse_args()
+    if args.pid == "embedded":
+        args.pid = str(embedded_decoder_path())
+    return args
+
+
+if __name__ == "__main__":
+    sys.exit(main())
