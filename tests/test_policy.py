@@ -237,7 +237,7 @@ def test_position_and_eta_follow_the_policy():
     states = {name: machine.add(name, 4, deadline_s=d) for name, d in (("a", 30.0), ("b", 10.0), ("c", 20.0))}
     machine.run(1)
     scheduler = machine.scheduler
-    assert {name: scheduler.position(state) for name, state in states.items()} == {"b": 0, "c": 1, "a": 2}
+    assert {name: scheduler.position(state, machine.now) for name, state in states.items()} == {"b": 0, "c": 1, "a": 2}
     etas = {name: scheduler.eta(state, machine.now) for name, state in states.items()}
     assert etas == pytest.approx({"b": 4.0, "c": 8.0, "a": 12.0})
     machine.run()

@@ -299,7 +299,7 @@ class DiffusionEngine:
         """How many requests get a place before this one, itself counted; 0 when it runs, None when it has ended."""
         with self._condition:
             state = self._active.get(request_id)
-            return None if state is None else self.scheduler.position(state)
+            return None if state is None else self.scheduler.position(state, self.clock())
 
     def eta_s(self, request_id: str) -> float | None:
         """Seconds until it will have ended, as predicted if nobody else comes; None when it has."""

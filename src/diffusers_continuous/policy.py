@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from .cost_model import StepCostModel
-from .request import Row
+from .request import Row, Stage
 
 
 class Policy(Protocol):
@@ -107,7 +107,7 @@ class SLO(EDF):
 
     def _pace(self, running: Sequence[Row]) -> float:
         """Seconds of the device per millisecond of a row alone: fewer when rows share their steps."""
-        costs = [row.cost for row in running if row.cost is not None]
+        costs = [row.cost for row in running if row.cost is not None and row.stage is not Stage.DECODE]
         alone_ms = sum(cost.step_ms for cost in costs)
         if not alone_ms:
             return 1e-3
@@ -122,10 +122,12 @@ def _keep_most(rows: Iterable[Row], now: float, pace: float) -> Iterator[Row]:
     kept: list[tuple[float, int]] = []  # a heap of (-milliseconds, index), the longest request in front
     given_up: list[tuple[float, int]] = []
     for index, group in enumerate(requests):
-        room_s = group[0].request.metrics.deadline_s - now
+        state = group[0].request
+        room_s = state.metrics.deadline_s - now
         ms = longest_ms = group[0].remaining_ms
-        if len(group) > 1:
-            ms, longest_ms = sum(row.remaining_ms for row in group), max(row.remaining_ms for row in group)
+        if len(state.rows) > 1:
+            times = [row.remaining_ms for row in (state.rows if state.is_gang else group)]
+            ms, longest_ms = sum(times), max(times)
         if 1e-3 * longest_ms > room_s:
             given_up.append((ms, index))
             continue

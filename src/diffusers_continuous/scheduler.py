@@ -421,11 +421,12 @@ class StepScheduler:
 
     # ------------------------------------------------------------------ looking ahead
 
-    def position(self, state: RequestState) -> int:
+    def position(self, state: RequestState, now: float) -> int:
         """How many requests get a place before `state`, itself counted; 0 when it has one."""
         if any(row.request is state for row in (*self.running, *self.decoding)):
             return 0
-        queue = dict.fromkeys(row.request for row in self._in_order((), -math.inf))
+        order = self._in_order((), now) if self._policy.is_preemptive else self.waiting
+        queue = dict.fromkeys(row.request for row in order if row.stage is not Stage.DECODE)
         return 1 + list(queue).index(state)
 
     def eta(self, state: RequestState, now: float) -> float:
