@@ -244,6 +244,15 @@ def test_position_and_eta_follow_the_policy():
     assert machine.ended == pytest.approx(etas)
 
 
+def test_a_long_queue_is_foreseen_without_following_every_step_of_it():
+    machine = Machine("fcfs", rows=4, curve=SHARED)
+    states = [machine.add(str(index), 10) for index in range(400)]
+    for state in (states[0], states[200], states[399]):
+        expected = 10 * 0.036 * (1 + int(state.request_id) // 4)
+        assert machine.scheduler.eta(state, 0.0) == pytest.approx(expected, rel=0.05)
+    assert machine.scheduler.position(states[399], 0.0) == 400
+
+
 @pytest.mark.parametrize("policy", ["fcfs", "edf", "least_slack", "slo"])
 def test_etas_of_a_batch_are_near_what_happens(policy):
     machine = Machine(policy, rows=4, curve=SHARED)

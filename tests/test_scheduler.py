@@ -9,10 +9,11 @@ from types import SimpleNamespace
 import pytest
 
 from diffusers_continuous.config import ContinuousBatchingConfig
+from diffusers_continuous.cost_model import Curve, StepCostModel
 from diffusers_continuous.errors import QueueFullError
 from diffusers_continuous.futures import RequestFuture
 from diffusers_continuous.request import RequestState, RequestStatus, Row, SamplingParams, Stage
-from diffusers_continuous.scheduler import MAX_BYPASSED, MAX_LOOKED_AT, StepScheduler
+from diffusers_continuous.scheduler import AGEING_CHUNKS, MAX_BYPASSED, MAX_LOOKED_AT, StepScheduler
 
 
 def request(name, num_rows=1, tokens=64, steps=2, priority=0, callback=None, output_type="pil", deadline_s=None):
@@ -338,6 +339,23 @@ def test_denoising_waits_for_one_step_of_a_long_decoder_also_when_pictures_go_ou
     assert most == 1
     while sched.has_requests():
         assert not run_decoding_step(sched, 1e3).is_empty
+
+
+def test_a_picture_that_is_late_is_decoded_although_others_keep_coming():
+    """Its decoder's steps belong to what is late; the oldest of that gets one chunk in so many."""
+    model = StepCostModel({"encode": Curve(), "denoise": Curve(1e3), "decode": Curve(), "pid": Curve(1e3)})
+    sched = StepScheduler(ContinuousBatchingConfig(scheduler_type="slo", max_requests_per_batch=1), cost_model=model)
+    late = decoding_request("late", "pid")
+    late.params = dataclasses.replace(late.params, deadline_s=4.0)  # of the 5 s that it takes
+    sched.add_request(late)
+    for now in range(5 * (AGEING_CHUNKS + 2)):
+        state = request(f"{now}", steps=1, output_type="latent", deadline_s=4.0)
+        state.metrics.arrival_s = float(now)
+        sched.add_request(state)
+        run_decoding_step(sched, float(now))
+        if late.status is RequestStatus.FINISHED:
+            break
+    assert late.status is RequestStatus.FINISHED
 
 
 def test_in_phases_a_long_decoder_is_not_put_off_by_pictures_that_keep_coming():

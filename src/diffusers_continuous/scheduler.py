@@ -40,6 +40,8 @@ MAX_ENCODED_AHEAD = 16
 MAX_SHARE = 0.8
 # What is late anyway goes last; still, one chunk in so many belongs to the oldest of it, however full we are.
 AGEING_CHUNKS = 64
+# Changes of the batch that are foreseen one by one; what comes later is added up.
+MAX_FORESEEN = 64
 # `steps_per_chunk="auto"`: deciding takes at most this part of the time, with chunks of at most so many steps.
 MAX_OVERHEAD, MAX_AUTO_CHUNK = 0.01, 10
 # Image tokens whose decoding steps are taken together: small pictures share a forward, large ones (1,024 tokens are
@@ -111,8 +113,8 @@ class StepScheduler:
         limit, num_rows = self.config.max_queue_size, len(state.rows)
         if limit and num_rows > limit:
             raise RequestError(f"a request of {num_rows} rows can never wait: max_queue_size={limit}")
-        excess = self.num_waiting + num_rows - limit
-        if limit and excess > 0:
+        excess = self.num_waiting + num_rows - limit if limit else 0
+        if excess > 0:
             now = state.metrics.arrival_s
             finishes = itertools.islice(self._forecast(now), excess - 1, None)
             room_s = next((finish_s for _, finish_s in finishes), now)
@@ -204,7 +206,8 @@ class StepScheduler:
         if isinstance(steps, int):
             return steps
         step_ms = self.cost_model.rows_ms("denoise", self.running)
-        return max(1, min(MAX_AUTO_CHUNK, math.ceil(self._decision_ms / (MAX_OVERHEAD * step_ms))))
+        enough = self._decision_ms / MAX_OVERHEAD
+        return next((n for n in range(1, MAX_AUTO_CHUNK) if n * step_ms >= enough), MAX_AUTO_CHUNK)
 
     def _one_turn(self, output: SchedulerOutput) -> SchedulerOutput:
         """Decode, or encode and denoise."""
@@ -395,7 +398,8 @@ class StepScheduler:
 
     def _take_aged(self, movable: Sequence[Row], now: float) -> Row | None:
         """The oldest of what is late, when its turn has come."""
-        late = [*self._admissible(self.late), *(row for row in movable if self._is_late(row, now))]
+        started = [*movable, *(row for row in self.decoding if _has_long_decode(row))]
+        late = [*self._admissible(self.late), *(row for row in started if self._is_late(row, now))]
         if not late:
             self._ageing_due_s = None
             return None
@@ -426,8 +430,8 @@ class StepScheduler:
         if any(row.request is state for row in (*self.running, *self.decoding)):
             return 0
         order = self._in_order((), now) if self._policy.is_preemptive else self.waiting
-        queue = dict.fromkeys(row.request for row in order if row.stage is not Stage.DECODE)
-        return 1 + list(queue).index(state)
+        requests = dict.fromkeys(row.request for row in order if row.stage is not Stage.DECODE)
+        return 1 + sum(1 for _ in itertools.takewhile(lambda other: other is not state, requests))
 
     def eta(self, state: RequestState, now: float) -> float:
         """When `state` will have ended if nobody else comes, on the engine's clock."""
@@ -441,8 +445,12 @@ class StepScheduler:
         order = self._in_order(self._movable(), now) if self._policy.is_preemptive else (*self.running, *self.waiting)
         queue = [row for row in order if row.stage is not Stage.DECODE and row is _gang(row)[0]]
         steps_left = {row: row.num_steps - row.step for row in queue}
-        while queue:
+        pace = 1.0
+        for _ in range(MAX_FORESEEN):
+            if not queue:
+                break
             batch = self._make_batch(queue, -math.inf)
+            pace = batch.step_ms / sum(_cost(row).step_ms for leader in batch.leaders for row in _gang(leader))
             num_steps = min(steps_left[row] for row in batch.leaders)
             now += num_steps * batch.step_ms / 1e3
             for row in batch.leaders:
@@ -451,6 +459,9 @@ class StepScheduler:
                     now += row.num_decode_steps * _cost(row).decode_ms / 1e3
                     yield row, now
             queue = [row for row in queue if steps_left[row] > 0]
+        for row in queue:
+            now += (pace * steps_left[row] * _cost(row).step_ms + row.num_decode_steps * _cost(row).decode_ms) / 1e3
+            yield row, now
 
     # ------------------------------------------------------------------ after a step
 
