@@ -4,21 +4,23 @@
     python scripts/judge_prompt_following.py --vae       # the judge and the VAE: on reconstructions, with their PSNR
     python scripts/judge_prompt_following.py --contact-sheet sheet.png --size 128x192
     python scripts/judge_prompt_following.py --step-cache-threshold 0.12   # what the step cache changes
+    python scripts/judge_prompt_following.py --decoder src/diffusers_continuous/assets/tiny-pid --early-stop 2
 
-The pictures come from the unchanged `QwenImagePipeline`, unless a step cache is asked for, which is ours. The captions
-come from the held-out split of tiny_scenes.py: a single object on a background it was never trained on, or a pair that
-training never saw. The judge looks at the pixels only; it does not know the caption until it compares. Prints a table,
-and as its last line one JSON object.
+The pictures come from the unchanged `QwenImagePipeline`, unless a step cache or PiD is asked for, which are ours. The
+captions come from the held-out split of tiny_scenes.py: a single object on a background it was never trained on, or a
+pair that training never saw. The judge looks at the pixels only; it does not know the caption until it compares. Prints
+a table, and as its last line one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import platform
 import random
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,8 @@ MIN_CONTRAST = 40.0  # RGB distance from the background at which a pixel may bel
 MIN_AREA_SHARE = 0.01  # smaller spots are blemishes, not objects
 MIN_OVERLAP = 0.7  # soft intersection over union with the best shape; below it the object has no kind
 TEMPLATE_PX = 32
+FRAME_SCALES = (0.8, 0.87, 0.93, 1.0, 1.07)
+FRAME_SHIFTS = (-0.1, -0.05, 0.0, 0.05, 0.1)
 BATCH_SIZE = 20
 
 
@@ -187,60 +191,70 @@ def reconstruct(model: Path, images: list[np.ndarray]) -> list[np.ndarray]:
     return out
 
 
-def draw_pictures(
-    model: Path,
-    captions: list[str],
-    width: int,
-    height: int,
-    num_inference_steps: int,
-    true_cfg_scale: float,
-    seed: int,
-    step_cache_threshold: float = 0.0,
-) -> tuple[list[np.ndarray], float]:
-    """One picture per caption, picture i with seed `seed` + i; and the block evaluations saved, as a factor.
+@dataclass(frozen=True)
+class Artist:
+    """Draws pictures of one size: with the stock pipeline, or with ours where something of ours is asked for."""
 
-    From the stock pipeline, or, with a step cache, from ours.
-    """
-    import torch
+    model: Path
+    width: int
+    height: int
+    num_inference_steps: int
+    true_cfg_scale: float
+    step_cache_threshold: float = 0.0
+    decoder: Path | None = None
+    early_stop_steps: int = 0
 
-    pipeline = load_pipeline(model, step_cache_threshold)
-    images: list[np.ndarray] = []
-    for start in tqdm(range(0, len(captions), BATCH_SIZE), desc="draw"):
-        prompts = captions[start : start + BATCH_SIZE]
-        output = pipeline(
-            prompts,
-            negative_prompt=[" "] * len(prompts),
-            true_cfg_scale=true_cfg_scale,
-            width=width,
-            height=height,
-            num_inference_steps=num_inference_steps,
-            generator=[torch.Generator().manual_seed(seed + start + i) for i in range(len(prompts))],
-        )
-        images += [np.asarray(image) for image in output.images]
-    return images, saved_evaluations(pipeline) if step_cache_threshold else 1.0
+    @property
+    def is_stock(self) -> bool:
+        return not self.step_cache_threshold and self.decoder is None
 
+    def draw(self, captions: list[str], seed: int) -> tuple[list[np.ndarray], dict[str, float]]:
+        """One picture per caption, picture i with seed `seed` + i; and what a step cache saved.
 
-def load_pipeline(model: Path, step_cache_threshold: float) -> Any:
-    """The stock pipeline, or ours with a step cache."""
-    from diffusers import QwenImagePipeline
+        PiD's larger pictures are averaged down, so that the judge sees all of one size.
+        """
+        import torch
 
-    from diffusers_continuous import ContinuousBatchingPipeline
+        pipeline = self._load()
+        own = {} if self.decoder is None else {"early_stop_steps": self.early_stop_steps}
+        images: list[np.ndarray] = []
+        for start in tqdm(range(0, len(captions), BATCH_SIZE), desc="draw"):
+            prompts = captions[start : start + BATCH_SIZE]
+            output = pipeline(
+                prompts,
+                negative_prompt=[" "] * len(prompts),
+                true_cfg_scale=self.true_cfg_scale,
+                width=self.width,
+                height=self.height,
+                num_inference_steps=self.num_inference_steps,
+                generator=[torch.Generator().manual_seed(seed + start + i) for i in range(len(prompts))],
+                **own,
+            )
+            size = self.width, self.height
+            images += [np.asarray(image.resize(size, Image.Resampling.BOX)) for image in output.images]
+        return images, self._savings(pipeline)
 
-    pipeline = (ContinuousBatchingPipeline if step_cache_threshold else QwenImagePipeline).from_pretrained(model)
-    pipeline.set_progress_bar_config(disable=True)
-    if step_cache_threshold:
-        pipeline.init_continuous_batching(step_cache_threshold=step_cache_threshold)
-    return pipeline
+    def _load(self) -> Any:
+        from diffusers import QwenImagePipeline
 
+        from diffusers_continuous import ContinuousBatchingPipeline, PiDDecoder
 
-def saved_evaluations(pipeline: Any) -> float:
-    """Evaluations of a block by a guidance branch that there would be without the cache, over those there were."""
-    stats, num_blocks = pipeline._engine.stats(), len(pipeline.transformer.transformer_blocks)
-    return (
-        num_blocks
-        * stats.num_branch_steps
-        / (num_blocks * stats.num_branch_steps - (num_blocks - 1) * stats.num_skipped_branch_steps)
-    )
+        if self.is_stock:
+            pipeline = QwenImagePipeline.from_pretrained(self.model)
+        else:
+            decoder = None if self.decoder is None else PiDDecoder.from_pretrained(self.decoder)
+            pipeline = ContinuousBatchingPipeline.from_pretrained(self.model, decoder=decoder)
+            pipeline.init_continuous_batching(step_cache_threshold=self.step_cache_threshold)
+        pipeline.set_progress_bar_config(disable=True)
+        return pipeline
+
+    def _savings(self, pipeline: Any) -> dict[str, float]:
+        """Evaluations of a block by a guidance branch that there would be without the cache, over those there were."""
+        if not self.step_cache_threshold:
+            return {}
+        stats, num_blocks = pipeline._engine.stats(), len(pipeline.transformer.transformer_blocks)
+        total = num_blocks * stats.num_branch_steps
+        return {"saved_block_evaluations": total / (total - (num_blocks - 1) * stats.num_skipped_branch_steps)}
 
 
 def _border(pixels: np.ndarray, depth: int = 3) -> np.ndarray:
@@ -260,24 +274,53 @@ def _look_at_spot(pixels: np.ndarray, background: np.ndarray, spot: np.ndarray) 
 
 
 def _kind_of(alpha: np.ndarray) -> str | None:
-    form = _to_template_frame(alpha)
-    overlaps = {kind: np.minimum(form, own).sum() / np.maximum(form, own).sum() for kind, own in _templates().items()}
+    """The kind that the shape overlaps most with, at the best of several alignments."""
+    forms, spill = _aligned(alpha)
+    overlaps = {
+        kind: float((np.minimum(forms, own).sum((1, 2)) / (np.maximum(forms, own).sum((1, 2)) + spill)).max())
+        for kind, own in _templates().items()
+    }
     best = max(overlaps, key=overlaps.__getitem__)
     return best if overlaps[best] >= MIN_OVERLAP else None
 
 
 @lru_cache(maxsize=1)
 def _templates() -> dict[str, np.ndarray]:
-    return {kind: _to_template_frame(coverage(kind, 96.0)) for kind in KINDS}
+    return {kind: _to_template_frame(coverage(kind, 96.0), 1.0, 0.0, 0.0) for kind in KINDS}
 
 
-def _to_template_frame(alpha: np.ndarray) -> np.ndarray:
-    """The shape scaled into a square around its bounding box, (32, 32)."""
+def _aligned(alpha: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The shape in frames around its bounding box, (frames, 32, 32), and its area outside each, in the frame's pixels.
+
+    Frames of several sizes and places: a blemish on an edge moves the bounding box, and with the box alone a triangle
+    with a thorn would be compared with triangles that are smaller and stand elsewhere.
+    """
+    frames, spills = [], []
+    for scale, shift_x, shift_y in itertools.product(FRAME_SCALES, FRAME_SHIFTS, FRAME_SHIFTS):
+        frame = _to_template_frame(alpha, scale, shift_x, shift_y)
+        pixel_area = (scale * _longer_side(alpha) / TEMPLATE_PX) ** 2
+        frames.append(frame)
+        spills.append(max(0.0, float(alpha.sum()) / pixel_area - float(frame.sum())))
+    return np.stack(frames), np.array(spills)
+
+
+def _bounds(alpha: np.ndarray) -> tuple[int, int, int, int]:
     rows, columns = np.nonzero(alpha > 0.5)
-    top, bottom, left, right = rows.min(), rows.max() + 1, columns.min(), columns.max() + 1
-    side, x, y = max(bottom - top, right - left), (left + right) / 2, (top + bottom) / 2
-    box = (x - side / 2, y - side / 2, x + side / 2, y + side / 2)
+    return columns.min(), rows.min(), columns.max() + 1, rows.max() + 1
+
+
+def _longer_side(alpha: np.ndarray) -> int:
+    left, top, right, bottom = _bounds(alpha)
+    return max(right - left, bottom - top)
+
+
+def _to_template_frame(alpha: np.ndarray, scale: float, shift_x: float, shift_y: float) -> np.ndarray:
+    """The shape in a square around its bounding box, (32, 32), that is scaled and shifted by shares of the box."""
+    left, top, right, bottom = _bounds(alpha)
+    side = _longer_side(alpha)
+    x, y, half = (left + right) / 2 + shift_x * side, (top + bottom) / 2 + shift_y * side, scale * side / 2
     frame = Image.fromarray(alpha.astype(np.float32))
+    box = (x - half, y - half, x + half, y + half)
     return np.asarray(
         frame.transform((TEMPLATE_PX, TEMPLATE_PX), Image.Transform.EXTENT, box, Image.Resampling.BILINEAR)
     )
@@ -321,6 +364,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--size", type=_size, default=(128, 128), metavar="WxH")
     parser.add_argument("--num-inference-steps", type=int, default=20)
     parser.add_argument("--true-cfg-scale", type=float, default=4.0)
+    parser.add_argument("--decoder", type=Path, help="decode with this PiDDecoder (a folder) in place of the VAE")
+    parser.add_argument("--early-stop", type=int, default=0, help="denoising steps that are left to the PiDDecoder")
     parser.add_argument("--step-cache-threshold", type=float, default=0.0, help="draw with a step cache (0: without)")
     parser.add_argument("--seed", type=int, default=0, help="of the captions and of the pictures' noise")
     parser.add_argument("--contact-sheet", type=Path, help="write the pictures to this PNG")
@@ -336,18 +381,23 @@ def make_pictures(args: argparse.Namespace, scenes: list[Scene]) -> tuple[list[n
             return truth, {}
         images = reconstruct(args.model, truth)
         return images, {"psnr_db": round(psnr(images, truth), 2)}
-    settings = (width, height, args.num_inference_steps, args.true_cfg_scale)
+    plain = Artist(args.model, width, height, args.num_inference_steps, args.true_cfg_scale)
+    artist = replace(
+        plain,
+        step_cache_threshold=args.step_cache_threshold,
+        decoder=args.decoder,
+        early_stop_steps=args.early_stop,
+    )
     captions = [caption(scene) for scene in scenes]
     started = time.perf_counter()
-    images, saved = draw_pictures(args.model, captions, *settings, args.seed, args.step_cache_threshold)
-    figures = {"s_per_picture": round((time.perf_counter() - started) / len(images), 3)}
-    if args.step_cache_threshold:
-        uncached, _ = draw_pictures(args.model, captions, *settings, args.seed)
-        figures |= {"saved_block_evaluations": round(saved, 3), "psnr_to_uncached_db": round(psnr(images, uncached), 2)}
-        return images, figures
-    again, _ = draw_pictures(args.model, captions[:BATCH_SIZE], *settings, args.seed + len(captions))
+    images, figures = artist.draw(captions, args.seed)
+    figures["s_per_picture"] = (time.perf_counter() - started) / len(images)
+    if artist.step_cache_threshold:
+        figures["psnr_to_uncached_db"] = psnr(images, plain.draw(captions, args.seed)[0])
+    again, _ = artist.draw(captions[:BATCH_SIZE], args.seed + len(captions))
     differences = [np.abs(a.astype(float) - b).mean() for a, b in zip(images, again, strict=False)]
-    return images, figures | {"other_seed_mean_difference": round(float(np.mean(differences)), 2)}
+    figures["other_seed_mean_difference"] = float(np.mean(differences))
+    return images, {name: round(value, 3) for name, value in figures.items()}
 
 
 def main() -> None:

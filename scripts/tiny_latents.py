@@ -22,15 +22,15 @@ NATIVE_SIZE_PX = 128
 # (width, height): share of the steps in the first and in the second half of the training: most shapes are learned at
 # the native size, where they are cheap, and have the same latents at the others.
 SIZE_SHARES: dict[tuple[int, int], tuple[float, float]] = {
-    (128, 128): (0.70, 0.40),
-    (96, 96): (0.10, 0.20),
-    (192, 192): (0.10, 0.14),
-    (128, 192): (0.05, 0.08),
-    (192, 128): (0.05, 0.08),
+    (128, 128): (0.70, 0.36),
+    (96, 96): (0.10, 0.16),
+    (192, 192): (0.10, 0.19),
+    (128, 192): (0.05, 0.10),
+    (192, 128): (0.05, 0.10),
     (160, 160): (0.0, 0.03),
     (96, 128): (0.0, 0.02),
     (128, 96): (0.0, 0.02),
-    (256, 256): (0.0, 0.03),
+    (256, 256): (0.0, 0.02),
 }
 LATENT_CHUNK = 512
 LATENT_BATCH = 4  # its largest feature maps still fit into the cache: twice as fast as 32

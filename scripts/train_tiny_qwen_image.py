@@ -312,7 +312,7 @@ def main() -> None:
     elif args.stage == "latents":
         encode_latents(args.work_dir, args.num_scenes, args.num_workers)
     elif args.stage == "transformer":
-        train_transformer(args.work_dir, args.num_steps or 7000, args.max_minutes, args.num_workers)
+        train_transformer(args.work_dir, args.num_steps or 9500, args.max_minutes, args.num_workers)
     elif args.stage == "export":
         export(args.work_dir, args.output)
     else:
