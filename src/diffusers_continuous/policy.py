@@ -132,9 +132,10 @@ def _keep_most(rows: Iterable[Row], now: float, pace: float) -> Iterator[Row]:
             given_up.append((ms, index))
             continue
         total_ms += ms
-        heapq.heappush(kept, (-ms, index))
-        if pace * total_ms > room_s:
-            longest, index = heapq.heappop(kept)
+        if pace * total_ms <= room_s:
+            heapq.heappush(kept, (-ms, index))
+        else:
+            longest, index = heapq.heappushpop(kept, (-ms, index))
             total_ms += longest
             given_up.append((-longest, index))
     for index in sorted(index for _, index in kept):

@@ -332,8 +332,8 @@ class StepScheduler:
         decoding = [row for row in self.decoding if _has_long_decode(row)]
         order = iter(self._policy.order(self._admissible(self.waiting), [*on_time, *decoding], now))
         if late or self.late:
-            late = sorted([*late, *self._admissible(self.late)], key=_by_length)
-            order = heapq.merge(order, late, key=_priority)
+            by_length = heapq.merge(sorted(late, key=_by_length), self._admissible(self.late), key=_by_length)
+            order = heapq.merge(order, by_length, key=_priority)
         return order if aged is None else itertools.chain((aged,), (row for row in order if row is not aged))
 
     def _make_batch(self, order: Iterable[Row], now: float) -> _Batch:
@@ -399,13 +399,15 @@ class StepScheduler:
     def _take_aged(self, movable: Sequence[Row], now: float) -> Row | None:
         """The oldest of what is late, when its turn has come."""
         started = [*movable, *(row for row in self.decoding if _has_long_decode(row))]
-        late = [*self._admissible(self.late), *(row for row in started if self._is_late(row, now))]
-        if not late:
+        late = [row for row in started if self._is_late(row, now)]
+        if not late and not self.late:
             self._ageing_due_s = None
             return None
-        is_due = self._ageing_due_s is not None and now >= self._ageing_due_s
-        if self._ageing_due_s is None or is_due:
-            oldest = min(late, key=_arrival)
+        if self._ageing_due_s is not None and now < self._ageing_due_s:
+            return None
+        oldest = min((*self._admissible(self.late), *late), key=_arrival, default=None)
+        is_due = self._ageing_due_s is not None
+        if oldest is not None:
             self._ageing_due_s = now + AGEING_CHUNKS * self._num_chunk_steps() * _cost(oldest).step_ms / 1e3
         return oldest if is_due else None
 
