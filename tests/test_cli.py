@@ -214,13 +214,13 @@ def test_resume_draws_a_request_whose_settings_changed(tmp_path):
 def test_pid_draws_pictures_of_the_size_that_was_asked_for(tmp_path, capsys):
     rows = ({"prompt": CIRCLE}, {"prompt": "x", "size": "96x128"})
     file = write_rows(tmp_path / "rows.jsonl", *rows)
-    options = ("--decoder", "pid", "--early-stop", 1, "--size", "128x192", "--steps", 3, "--seed", 1)
+    options = ("--decoder", "pid", "--early-stop", 1, "--size", "256x384", "--steps", 3, "--seed", 1)
     assert generate("--prompts-file", file, *options, "--output", tmp_path / "out") == 1
     message = capsys.readouterr().err
     assert "line 2 (x): ValueError: size 96x128" in message
     assert "multiples of 64" in message
     (path,) = pictures(tmp_path / "out")
-    assert pixels(path).shape == (192, 128, 3)
+    assert pixels(path).shape == (384, 256, 3)
     assert json.loads(read_metadata(path)["settings"])["decoder"] == "pid"
     assert json.loads(read_metadata(path)["settings"])["early_stop"] == 1
 
