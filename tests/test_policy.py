@@ -184,6 +184,13 @@ def test_a_hopeless_request_fails_at_once_where_that_is_asked_for_and_says_when_
     assert machine.scheduler.num_waiting == 0
 
 
+def test_nobody_is_kept_out_of_a_batch_on_a_guess():
+    sched = StepScheduler(ContinuousBatchingConfig(scheduler_type="slo"))
+    for index in range(20):
+        sched.add_request(request(str(index), steps=10, deadline_s=0.001))
+    assert len(sched.schedule(0.0).denoise) == 20
+
+
 def test_nobody_fails_on_a_guess():
     sched = StepScheduler(ContinuousBatchingConfig(scheduler_type="slo", on_hopeless="fail"))
     sched.add_request(request("a", steps=1000, deadline_s=0.001))

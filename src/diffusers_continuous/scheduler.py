@@ -338,7 +338,8 @@ class StepScheduler:
 
     def _make_batch(self, order: Iterable[Row], now: float) -> _Batch:
         """Rows in order while there is room for them."""
-        batch = _Batch(self.config, self.cost_model, self._policy.keeps_deadlines, now)
+        is_guarded = self._policy.keeps_deadlines and self.cost_model.is_informed  # a guess keeps nobody out
+        batch = _Batch(self.config, self.cost_model, is_guarded, now)
         num_passed = 0
         for leader in order:
             if leader.stage is Stage.DECODE:
