@@ -148,7 +148,7 @@ def test_guessed_deadlines_are_set_again_when_the_first_step_has_been_timed():
 
 
 def test_what_is_late_ends_within_the_promised_bound_however_many_come():
-    """Requests that can be on time come for ever and fill the machine; the late one still gets one chunk in 64."""
+    """Requests that can be on time come for ever and fill the machine; the late one still gets one chunk in 128."""
     machine = Machine("slo")
     late = machine.add("late", 3, deadline_s=0.5)
     number = 0

@@ -16,6 +16,10 @@ from typing import Protocol
 from .cost_model import StepCostModel
 from .request import Row, Stage
 
+# Rows whose deadlines are weighed against each other: so many take half a millisecond, and what is due after all of
+# them changes little about who should run now.
+MAX_PLANNED = 512
+
 
 class Policy(Protocol):
     """Orders rows; the scheduler takes them in that order while they fit.
@@ -115,9 +119,9 @@ class SLO(EDF):
         return 1e-3 * min(1.0, together_ms / alone_ms)
 
 
-def _keep_most(rows: Iterable[Row], now: float, pace: float) -> Iterator[Row]:
+def _keep_most(rows: Sequence[Row], now: float, pace: float) -> Iterator[Row]:
     """Moore-Hodgson over requests: `rows` are sorted by deadline, the rows of one request next to each other."""
-    requests = _by_request(rows)
+    requests = _by_request(rows[:MAX_PLANNED])
     total_ms = 0.0
     kept: list[tuple[float, int]] = []  # a heap of (-milliseconds, index), the longest request in front
     given_up: list[tuple[float, int]] = []
@@ -140,6 +144,7 @@ def _keep_most(rows: Iterable[Row], now: float, pace: float) -> Iterator[Row]:
             given_up.append((-longest, index))
     for index in sorted(index for _, index in kept):
         yield from requests[index]
+    yield from rows[MAX_PLANNED:]
     for _, index in sorted(given_up):
         yield from requests[index]
 

@@ -39,7 +39,7 @@ MAX_ENCODED_AHEAD = 16
 # nothing, one after the other is better, since it leaves the choice open.
 MAX_SHARE = 0.8
 # What is late anyway goes last; still, one chunk in so many belongs to the oldest of it, however full we are.
-AGEING_CHUNKS = 64
+AGEING_CHUNKS = 128
 # Changes of the batch that are foreseen one by one; what comes later is added up.
 MAX_FORESEEN = 64
 # `steps_per_chunk="auto"`: deciding takes at most this part of the time, with chunks of at most so many steps.
@@ -381,8 +381,8 @@ class StepScheduler:
             starts = [(_latest_start_s(row), row) for row in self.waiting]
             self.waiting[:] = [row for start_s, row in starts if start_s >= now]
             self._next_late_s = min((start_s for start_s, _ in starts if start_s >= now), default=math.inf)
-            for row in (row for start_s, row in starts if start_s < now):
-                bisect.insort(self.late, row, key=_by_length)
+            self.late.extend(row for start_s, row in starts if start_s < now)
+            self.late.sort(key=_by_length)
         return ()
 
     def _give_up(self, now: float) -> tuple[RequestState, ...]:
