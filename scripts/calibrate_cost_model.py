@@ -6,7 +6,7 @@
     ContinuousBatchingConfig(calibration="cost.json")
 
 Runs the engine itself over a grid of sizes and numbers of rows, guided and not, and takes the times that the
-scheduler sees. Every fourth visit is kept out of the fit and only predicted. Prints the machine, a table of R2 and
+scheduler sees. Every fourth shape is kept out of the fit and only predicted. Prints the machine, a table of R2 and
 errors per kind of work, and one JSON object as the last line.
 """
 
@@ -31,7 +31,7 @@ from diffusers_continuous import ContinuousBatchingPipeline, embedded_decoder_pa
 from diffusers_continuous.cost_model import KINDS, Sample, StepCostModel, fit_curve, r_squared, sum_of_work
 
 WORDS = ("red", "green", "blue", "yellow", "star", "circle", "heart", "ring", "above", "below", "left", "right", "of")
-HELD_OUT = 4  # every fourth visit
+HELD_OUT = 4  # every fourth shape
 
 
 @dataclass(frozen=True)
@@ -106,30 +106,36 @@ def grid(args: argparse.Namespace) -> list[Shape]:
 def measure(
     pipe: ContinuousBatchingPipeline, args: argparse.Namespace
 ) -> tuple[dict[str, list[Sample]], dict[str, list[Sample]]]:
-    """The median time of each shape and kind: those to fit, and those to be predicted only."""
-    shapes = grid(args) * args.repeats
-    random.Random(0).shuffle(shapes)  # a machine that slows down meanwhile must not look like a larger picture
-    fitted: dict[str, list[Sample]] = {}
-    held_out: dict[str, list[Sample]] = {}
+    """The times of each shape and kind: those to fit, and those to be predicted only."""
+    shapes = grid(args)
+    random.Random(0).shuffle(shapes)
     engine = pipe.init_continuous_batching(
-        max_requests_per_batch=max(args.rows), max_batch_tokens=2**30, prompt_cache_size=0
+        max_requests_per_batch=max(args.rows), max_batch_tokens=2**30, prompt_cache_size=0, scheduler_type="fcfs"
     )
-    recorder, prompts = Recorder(engine), _prompts()
+    recorder = Recorder(engine)
     engine.start()
-    for number, shape in enumerate([shapes[0], *shapes]):
-        draw(engine, shape, args.steps, prompts)
+    draw(engine, shapes[0], args.steps)  # warms up
+    recorder.drain()
+    found: dict[Shape, dict[str, list[Sample]]] = {shape: {} for shape in shapes}
+    # Round after round: a machine that is slower for a while must not look like a larger picture.
+    for number, shape in enumerate(shapes * args.repeats, 1):
+        draw(engine, shape, args.steps)
         for kind, samples in recorder.drain().items():
-            if number:  # the first one warmed up
-                part = held_out if number % HELD_OUT == 0 else fitted
-                part.setdefault(kind, []).extend(medians(samples))
-        print(f"\r{number} of {len(shapes)} shapes", end="", file=sys.stderr, flush=True)
+            found[shape].setdefault(kind, []).extend(samples)
+        print(f"\r{number} of {len(shapes) * args.repeats} visits", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
     engine.stop()
+    fitted: dict[str, list[Sample]] = {}
+    held_out: dict[str, list[Sample]] = {}
+    for number, kinds in enumerate(found.values(), 1):
+        for kind, samples in kinds.items():
+            (held_out if number % HELD_OUT == 0 else fitted).setdefault(kind, []).extend(undisturbed(samples))
     return fitted, held_out
 
 
-def draw(engine: Any, shape: Shape, steps: int, prompts: Iterator[str]) -> None:
-    """Run `shape.rows` requests together."""
+def draw(engine: Any, shape: Shape, steps: int) -> None:
+    """Run `shape.rows` requests together, with the same prompts at every visit."""
+    prompts = _prompts(shape)
     with engine.pause():  # so that all of them are there at the next step
         ids = [
             engine.add_request(
@@ -149,12 +155,12 @@ def draw(engine: Any, shape: Shape, steps: int, prompts: Iterator[str]) -> None:
             raise error
 
 
-def medians(samples: Sequence[Sample]) -> list[Sample]:
-    """Samples of one shape as one."""
+def undisturbed(samples: Sequence[Sample]) -> list[Sample]:
+    """One sample for all of the same work: the lower quartile, since what disturbs a step only makes it longer."""
     groups: dict[tuple[float, float], list[float]] = {}
     for sample in samples:
         groups.setdefault((sample.tokens, sample.pairs), []).append(sample.ms)
-    return [Sample(tokens, pairs, statistics.median(ms)) for (tokens, pairs), ms in groups.items()]
+    return [Sample(tokens, pairs, sorted(ms)[len(ms) // 4]) for (tokens, pairs), ms in groups.items()]
 
 
 def kind_figures(
@@ -194,9 +200,9 @@ def machine() -> dict[str, Any]:
     }
 
 
-def _prompts() -> Iterator[str]:
-    """Prompts that were not seen before, of 4 to 40 words."""
-    rng = random.Random(0)
+def _prompts(shape: Shape) -> Iterator[str]:
+    """Prompts of 4 to 40 words."""
+    rng = random.Random(repr(shape))
     while True:
         yield " ".join(rng.choices(WORDS, k=rng.randint(4, 40)))
 
@@ -208,7 +214,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--pid", help="folder or repository of a PiD decoder to measure too; 'embedded' is ours")
     parser.add_argument("--sides", type=int, nargs="+", default=[64, 96, 128, 192, 256], help="pixels")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 3, 4, 8])
-    parser.add_argument("--repeats", type=int, default=2, help="visits of each shape (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=5, help="visits of each shape (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=9, help="steps of each shape (default: %(default)s)")
     args = parser.parse_args()
     if args.pid == "embedded":
