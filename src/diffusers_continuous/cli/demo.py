@@ -77,11 +77,11 @@ CALLERS = (
     Caller(0.00, "a red star on a blue background", 128, 128, 30, 4.0, 0),
     Caller(0.05, "a large green circle on a white background", 96, 96, 12, 4.0, 1),
     Caller(0.10, "a yellow heart to the left of a purple square on a black background", 192, 128, 24, 4.0, 2),
-    Caller(0.15, "a white ring on a green background", 128, 192, 20, 1.0, 3),
+    Caller(0.15, "a large white ring on a green background", 128, 192, 20, 1.0, 3),
     Caller(0.20, "an orange triangle on a purple background", 160, 160, 20, 3.0, 4),
-    Caller(0.30, "a large yellow cross on a red background", 256, 256, 16, 2.0, 5),
-    Caller(0.40, "a blue diamond on a yellow background", 96, 192, 20, 4.0, 6),
-    Caller(0.50, "a black square above an orange circle on a green background", 128, 160, 28, 5.0, 7),
+    Caller(0.30, "a large yellow cross on a red background", 192, 192, 16, 2.0, 5),
+    Caller(0.40, "a large blue diamond on a yellow background", 96, 128, 20, 4.0, 6),
+    Caller(0.50, "a black square to the left of an orange circle on a green background", 128, 96, 28, 5.0, 7),
 )
 
 
