@@ -216,8 +216,9 @@ class View:
     is_window: bool = False
 
 
-# View (count: of each worker): share of the steps in the first and in the second half of the training. Windows are
+# View (count: of each worker): share of the steps in the first and in the second part of the training. Windows are
 # cheap and full of edges; only whole scenes have the positions and the attention of the sizes that are asked for.
+SECOND_PART = 0.4  # of all steps come before it
 VIEW_SHARES: dict[View, tuple[float, float]] = {
     View(64, 64, count=2, is_window=True): (0.85, 0.30),
     View(96, 96, count=1): (0.10, 0.20),
@@ -372,15 +373,15 @@ def run_worker(
     views = list(VIEW_SHARES)
 
     def loss_of_step(step: int) -> tuple[torch.Tensor, dict[str, float]]:
-        half = 0 if step < num_steps / 2 else 1
-        shares = [VIEW_SHARES[view][half] for view in views]
+        part = 0 if step < SECOND_PART * num_steps else 1
+        shares = [VIEW_SHARES[view][part] for view in views]
         view = random.Random(f"view {step}").choices(views, shares)[0]  # the same in all workers
         small, large, captions = sample_pictures(random.Random(f"pid {step} {rank}"), view)
         with torch.no_grad():
             means, _ = vae.encode(to_model_range(small))
         latents = (means - mean.view(-1, 1, 1)) / std.view(-1, 1, 1)
         pictures = to_model_range(large).contiguous()
-        return loss_of_pictures(transformer, pictures, latents, encode_caption(captions), is_late=half == 1)
+        return loss_of_pictures(transformer, pictures, latents, encode_caption(captions), is_late=part == 1)
 
     trainer.run(num_steps, loss_of_step, cosine_decay(hold=0.3, floor=0.01), max_minutes)
 
