@@ -128,7 +128,7 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
-        self.prompts = _all_prompts()
+        self.prompts = all_prompts()
         self.device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
         dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
         source = args.model or str(embedded_model_path())
@@ -439,7 +439,7 @@ def _wait_for_device() -> None:
         torch.accelerator.synchronize()
 
 
-def _all_prompts() -> Iterator[str]:
+def all_prompts() -> Iterator[str]:
     """Every single-object scene once, in a fixed shuffled order, then again."""
     scenes = [
         f"a {color} {thing} on a {background} background"

@@ -108,9 +108,9 @@ def _step_sample(side: int, rows: int, seconds: float) -> Sample:
     return Sample(rows * tokens, rows * tokens * tokens / 2, 1e3 * seconds)
 
 
-def make_state(number: int, arrival: Arrival) -> RequestState:
+def make_state(number: int, arrival: Arrival, deadline_s: float | None = None) -> RequestState:
     """A guided request of one picture, which is nothing but numbers."""
-    params = SamplingParams(arrival.side, arrival.side, arrival.steps, 4.0, True)
+    params = SamplingParams(arrival.side, arrival.side, arrival.steps, 4.0, True, deadline_s=deadline_s)
     state = RequestState(str(number), params, RequestFuture())
     nothing: Any = None
     prompt = "x" * (4 * (NUM_TEXT_TOKENS - 8))
