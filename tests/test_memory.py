@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
 
@@ -11,118 +12,151 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from diffusers_continuous.memory.block_pool import BlockPool, BlockPoolError
-from diffusers_continuous.memory.host_swap import HostSwap
+from diffusers_continuous.config import ContinuousBatchingConfig
+from diffusers_continuous.memory import budget
+from diffusers_continuous.memory.block_pool import BlockPool, BlockPoolError, PageLedger, Where
+from diffusers_continuous.memory.host_swap import HostSwap, PagedTensors
+from diffusers_continuous.scheduler import StepScheduler
+from test_scheduler import names, request, run_step
 
+CPU = torch.device("cpu")
 PAGE = 64
 NUM_BLOCKS, NUM_HOST_BLOCKS = 12, 9
 
 
+def carry_out(ledger: PageLedger, tensors: dict[int, PagedTensors]) -> None:
+    """What a `RowMover` does, for owners that are numbers."""
+    for move in ledger.take_moves():
+        pages = tensors[move.owner]
+        if move.where is Where.NOWHERE:
+            pages.leave()
+        elif move.where is Where.HOST:
+            pages.swap_out(move.blocks)
+        elif pages.is_out:
+            pages.swap_in(move.blocks)
+        else:
+            pages.enter(move.blocks)
+
+
 class Swapping(RuleBasedStateMachine):
-    """Owners come, write, go out, come back and are cancelled in any order; a plain dict says what they must hold."""
+    """Owners come, write, go out, come back and are cancelled in any order; a plain dict says what they must hold.
+
+    Pages move some time after the ledger has decided it, many moves in one go, as in the engine.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.swap = HostSwap(torch.device("cpu"), PAGE, NUM_BLOCKS, NUM_HOST_BLOCKS)
+        self.ledger = PageLedger(BlockPool(NUM_BLOCKS), BlockPool(NUM_HOST_BLOCKS))
+        self.swap = HostSwap(PAGE, CPU, NUM_BLOCKS, NUM_HOST_BLOCKS)
+        self.tensors: dict[int, PagedTensors] = {}
         self.expected: dict[int, dict[str, torch.Tensor]] = {}
         self.out: set[int] = set()
-        self.count = 0
         self.blocks: dict[int, int] = {}
 
-    def pick(self, data: st.DataObject, owners: set[int]) -> int:
-        return data.draw(st.sampled_from(sorted(owners)))
+    def inside(self) -> list[int]:
+        return sorted(set(self.blocks) - self.out)
 
-    @rule(num_blocks=st.integers(1, 5))
-    def allocate(self, num_blocks: int) -> None:
-        self.count += 1
-        free = NUM_BLOCKS - sum(n for owner, n in self.blocks.items() if owner not in self.out)
+    @rule(num_blocks=st.integers(1, 5), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
+    def allocate(self, num_blocks: int, dtype: torch.dtype) -> None:
+        owner = len(self.tensors)
+        self.tensors[owner] = PagedTensors(self.swap)
+        first = torch.randn(num_blocks * 8 + 1).to(dtype)  # not a whole number of pages
+        self.tensors[owner].put("first", first)
+        self.expected[owner] = {"first": first}
+        free = NUM_BLOCKS - sum(self.blocks[each] for each in self.inside())
         if num_blocks > free:
             with pytest.raises(BlockPoolError):
-                self.swap.pool.allocate(num_blocks, self.count)
+                self.ledger.bring_in(owner, num_blocks)
             return
-        self.swap.pool.allocate(num_blocks, self.count)
-        self.blocks[self.count], self.expected[self.count] = num_blocks, {}
+        self.ledger.bring_in(owner, num_blocks)
+        self.blocks[owner] = num_blocks
 
-    @precondition(lambda self: set(self.blocks) - self.out)
-    @rule(data=st.data(), dtype=st.sampled_from([torch.float32, torch.bfloat16]), size=st.integers(1, 40))
-    def write(self, data: st.DataObject, dtype: torch.dtype, size: int) -> None:
-        owner = self.pick(data, set(self.blocks) - self.out)
-        held = self.expected[owner]
-        tensor = torch.randn(size).to(dtype)
-        room = self.blocks[owner] - sum(self.swap.num_blocks_for(t.numel() * t.element_size()) for t in held.values())
+    @precondition(lambda self: self.blocks)
+    @rule(data=st.data(), size=st.integers(1, 60))
+    def write(self, data: st.DataObject, size: int) -> None:
+        carry_out(self.ledger, self.tensors)
+        owner = data.draw(st.sampled_from(sorted(self.blocks)))
+        held, tensor = self.expected[owner], torch.randn(size)
+        taken = sum(self.swap.num_blocks_for(each.nbytes) for each in held.values())
         name = f"t{len(held)}"
-        if self.swap.num_blocks_for(size * dtype.itemsize) > room:
+        if taken + self.swap.num_blocks_for(tensor.nbytes) > self.blocks[owner]:
             with pytest.raises(BlockPoolError):
-                self.swap.put(owner, name, tensor)
+                self.tensors[owner].put(name, tensor)
             return
-        self.swap.put(owner, name, tensor)
+        self.tensors[owner].put(name, tensor)
         held[name] = tensor
 
-    @precondition(lambda self: any(self.expected[owner] for owner in set(self.blocks) - self.out))
+    @precondition(lambda self: self.blocks)
     @rule(data=st.data())
     def overwrite(self, data: st.DataObject) -> None:
-        owner = self.pick(data, {owner for owner in set(self.blocks) - self.out if self.expected[owner]})
+        carry_out(self.ledger, self.tensors)
+        owner = data.draw(st.sampled_from(sorted(self.blocks)))
         name = data.draw(st.sampled_from(sorted(self.expected[owner])))
-        self.expected[owner][name] = torch.randn(self.expected[owner][name].shape).to(self.expected[owner][name].dtype)
-        self.swap.put(owner, name, self.expected[owner][name])
+        self.expected[owner][name] = torch.randn_like(self.expected[owner][name])
+        self.tensors[owner].put(name, self.expected[owner][name])
 
-    @precondition(lambda self: set(self.blocks) - self.out)
+    @precondition(lambda self: self.inside())
     @rule(data=st.data())
     def swap_out(self, data: st.DataObject) -> None:
-        owner = self.pick(data, set(self.blocks) - self.out)
-        fits = self.blocks[owner] <= NUM_HOST_BLOCKS - sum(self.blocks[each] for each in self.out)
-        assert self.swap.can_swap_out(owner) == fits
-        if not fits:
+        owner = data.draw(st.sampled_from(self.inside()))
+        if self.blocks[owner] > NUM_HOST_BLOCKS - sum(self.blocks[each] for each in self.out):
             with pytest.raises(BlockPoolError):
-                self.swap.swap_out(owner)
+                self.ledger.send_out(owner)
             return
-        self.swap.swap_out(owner)
+        self.ledger.send_out(owner)
         self.out.add(owner)
+
+    @precondition(lambda self: self.inside())
+    @rule(shortage=st.integers(1, NUM_BLOCKS))
+    def make_room(self, shortage: int) -> None:
+        room = NUM_HOST_BLOCKS - sum(self.blocks[each] for each in self.out)
+        leavers, num_freed = self.ledger.could_leave(self.inside(), shortage)
+        assert num_freed == sum(self.blocks[owner] for owner in leavers) <= room
+        assert num_freed - self.blocks[leavers[-1]] < shortage if leavers else num_freed == 0
+        for owner in leavers:
+            self.ledger.send_out(owner)
+        self.out.update(leavers)
 
     @precondition(lambda self: self.out)
     @rule(data=st.data())
     def swap_in(self, data: st.DataObject) -> None:
-        owner = self.pick(data, self.out)
-        used = sum(n for each, n in self.blocks.items() if each not in self.out)
-        if self.blocks[owner] > NUM_BLOCKS - used:
+        owner = data.draw(st.sampled_from(sorted(self.out)))
+        if self.blocks[owner] > NUM_BLOCKS - sum(self.blocks[each] for each in self.inside()):
             with pytest.raises(BlockPoolError):
-                self.swap.swap_in(owner)
+                self.ledger.bring_in(owner, self.blocks[owner])
             return
-        self.swap.swap_in(owner)
+        self.ledger.bring_in(owner, self.blocks[owner])
         self.out.remove(owner)
 
     @precondition(lambda self: self.blocks)
     @rule(data=st.data())
-    def cancel(self, data: st.DataObject) -> None:
-        owner = self.pick(data, set(self.blocks))
-        self.swap.release(owner)
-        self.swap.release(owner)
-        del self.blocks[owner], self.expected[owner]
+    def leave(self, data: st.DataObject) -> None:
+        owner = data.draw(st.sampled_from(sorted(self.blocks)))
+        self.ledger.release(owner)
+        self.ledger.release(owner)
+        del self.blocks[owner]
         self.out.discard(owner)
 
     @invariant()
     def the_books_add_up(self) -> None:
-        self.swap.check_integrity()
-        assert self.swap.pool.num_used == sum(n for owner, n in self.blocks.items() if owner not in self.out)
-        assert self.swap.host_pool.num_used == sum(self.blocks[owner] for owner in self.out)
+        self.ledger.check_integrity()
+        assert self.ledger.device.num_used == sum(self.blocks[owner] for owner in self.inside())
+        assert self.ledger.host.num_used == sum(self.blocks[owner] for owner in self.out)
 
-    @invariant()
+    @rule()
     def everybody_holds_what_it_wrote(self) -> None:
+        carry_out(self.ledger, self.tensors)
         for owner, tensors in self.expected.items():
-            assert self.swap.is_out(owner) == (owner in self.out)
+            assert self.tensors[owner].is_out == (owner in self.out)
             for name, tensor in tensors.items():
-                if owner in self.out:
-                    with pytest.raises(BlockPoolError):
-                        self.swap.get(owner, name)
-                else:
-                    got = self.swap.get(owner, name)
-                    assert got.dtype == tensor.dtype
-                    assert torch.equal(got, tensor)
+                got = self.tensors[owner].get(name)
+                assert got.dtype == tensor.dtype
+                assert torch.equal(got, tensor)
 
     def teardown(self) -> None:
-        for owner in list(self.blocks):
-            self.swap.release(owner)
-        assert (self.swap.pool.num_used, self.swap.host_pool.num_used, dict(self.swap.places)) == (0, 0, {})
+        self.everybody_holds_what_it_wrote()
+        self.ledger.release_all()
+        assert self.ledger.usage() == {"num_blocks": NUM_BLOCKS, "num_used_blocks": 0, "num_swapped_out_rows": 0}
 
 
 TestSwapping = Swapping.TestCase
@@ -132,30 +166,88 @@ TestSwapping.settings = settings(max_examples=60, stateful_step_count=30, deadli
 def test_books_that_do_not_add_up_are_printed():
     pool = BlockPool(4)
     pool.allocate(2, "a")
+    pool.allocate(1, "b")
+    pool.free("b")
     pool._free.pop()
     with pytest.raises(BlockPoolError, match="'a': 2"):
         pool.check_integrity()
 
 
-def test_what_moved_is_counted():
-    swap = HostSwap(torch.device("cpu"), PAGE, 4, 4)
-    swap.pool.allocate(3, "a")
-    swap.swap_out("a")
-    swap.swap_in("a")
-    assert (swap.swapped_out_bytes, swap.swapped_in_bytes) == (3 * PAGE, 3 * PAGE)
+def test_pages_that_were_used_are_used_again_before_others_are_touched():
+    pool = BlockPool(10**9)
+    assert pool.allocate(3, "a") == (0, 1, 2)
+    pool.free("a")
+    assert pool.allocate(2, "b") == (0, 1)
+    assert pool.allocate(2, "c") == (2, 3)
+    pool.check_integrity()
+
+
+def paged(swap: HostSwap, blocks: tuple[int, ...], **tensors: torch.Tensor) -> PagedTensors:
+    pages = PagedTensors(swap)
+    for name, tensor in tensors.items():
+        pages.put(name, tensor)
+    pages.enter(blocks)
+    return pages
 
 
 def test_the_last_tensor_can_give_its_pages_to_another():
-    swap = HostSwap(torch.device("cpu"), PAGE, 4, 4)
-    swap.pool.allocate(3, "a")
-    swap.put("a", "latents", torch.zeros(16))
-    swap.put("a", "text", torch.zeros(16))
+    pages = paged(HostSwap(PAGE, CPU, 4, 4), (3, 0, 2), latents=torch.zeros(16), text=torch.zeros(16))
     with pytest.raises(BlockPoolError):
-        swap.drop("a", "latents")
-    swap.drop("a", "text")
+        pages.drop("latents")
+    pages.drop("text", "negative_text")
     sample = torch.arange(32.0)
-    swap.put("a", "sample", sample)
-    assert torch.equal(swap.get("a", "sample"), sample)
+    pages.put("sample", sample)
+    assert torch.equal(pages.get("sample"), sample)
+
+
+def test_tensors_of_many_owners_are_read_at_once_and_only_while_they_are_here():
+    swap = HostSwap(PAGE, CPU, 8, 8)
+    a, b = torch.randn(3, 8), torch.randn(5, 8)  # two tokens to a page, the last page half full
+    tables = [paged(swap, (5, 1), latents=a), paged(swap, (2, 7, 0), latents=b)]
+    gather = swap.gather("latents", [tables[1], tables[0], tables[1]])
+    assert gather is not None
+    assert torch.equal(gather(), torch.cat([b, a, b]))
+    tables[0].put("latents", a + 1)
+    assert torch.equal(gather(), torch.cat([b, a + 1, b]))
+    assert swap.gather("latents", [tables[0], None]) is None
+    tables[0].swap_out((0, 1))
+    assert swap.gather("latents", tables) is None
+    other = paged(swap, (3,), latents=torch.randn(4, 4))
+    assert swap.gather("latents", [tables[1], other]) is None
+
+
+def test_who_has_most_slack_makes_way():
+    config = ContinuousBatchingConfig(scheduler_type="edf", max_requests_per_batch=1)
+    sched = StepScheduler(config)
+    sched.memory = PageLedger(BlockPool(2), BlockPool(2))
+    states = {}
+    for name, deadline_s in (("a", 50.0), ("b", 40.0), ("c", 1.0)):
+        states[name] = request(name, steps=2, deadline_s=deadline_s, output_type="latent")
+        states[name].rows[0].num_blocks = 1
+        sched.add_request(states[name])
+        output = run_step(sched)[0]
+        assert names(output.denoise) == [name]
+    assert [(*names([move.owner]), move.where) for move in output.moves] == [("a", Where.HOST), ("c", Where.DEVICE)]
+    while sched.has_requests():
+        output = run_step(sched)[0]
+    assert [*names(output.denoise), states["a"].step] == ["a", 2]
+    assert sched.memory.usage() == {"num_blocks": 2, "num_used_blocks": 0, "num_swapped_out_rows": 0}
+
+
+def test_a_pool_on_a_cpu_is_a_part_of_the_machine_and_takes_nothing_before_it_is_used(monkeypatch):
+    def work() -> None:
+        raise AssertionError("a CPU's memory need not be probed")
+
+    for machine, expected in ((2**30, 2**29), (2**40, budget.CPU_BYTES)):
+        monkeypatch.setattr(budget, "_machine_bytes", lambda machine=machine: machine)
+        assert budget.pool_bytes(CPU, 0.5, work) == expected
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.use_deterministic_algorithms(True)  # which fills new tensors
+    try:
+        HostSwap(65536, CPU, budget.CPU_BYTES // 65536, 2**16)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 1000  # pages that were touched
 
 
 def test_the_ledger_needs_no_torch():

@@ -30,6 +30,7 @@ PATH = [
     "attention",
     "decode",
     "pid",
+    "memory",
 ]
 NOUNS = {
     "arguments",
@@ -39,6 +40,7 @@ NOUNS = {
     "errors",
     "futures",
     "hooks",
+    "memory.block_pool",
     "metrics",
     "models.interface",
     "policy",

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from .memory.host_swap import Gather, HostSwap
 from .models.interface import SMALL_PRODUCT, PackedLayout, Run, StepModel, TokenStream
 from .request import Row, TextEmbeds
 
@@ -47,7 +48,8 @@ class Guidance:
 class Composition:
     """What a batch of the same rows keeps from step to step.
 
-    `cond_slices[r]` are the tokens of row r's conditional branch in the image stream.
+    `cond_slices[r]` are the tokens of row r's conditional branch in the image stream. `gather` reads the latents of all
+    branches out of the rows' pages at once; None where they are not in pages.
     """
 
     key: tuple[object, ...]
@@ -56,6 +58,7 @@ class Composition:
     prompt_embeds: torch.Tensor
     cond_slices: tuple[slice, ...]
     guidance: Guidance | None
+    gather: Gather | None = None
 
     def subset(self, indices: tuple[int, ...]) -> PackedLayout:
         """The layout of some of the branches, over the same table of rows; made once for each choice."""
@@ -100,18 +103,36 @@ class InputBatch:
         return [noise_pred[tokens] for tokens in self.composition.cond_slices]
 
     @staticmethod
-    def make(rows: Sequence[Row], model: StepModel, previous: Composition | None = None) -> InputBatch:
-        """Gather `rows`, which must be encoded. `previous` is used again when it is of the same rows and texts."""
-        key = tuple((row.row_id, id(row.text), id(row.negative_text)) for row in rows)
-        composition = previous if previous is not None and previous.key == key else _compose(key, rows, model)
-        latents = torch.cat([rows[branch.row].latents for branch in composition.branches])
+    def make(
+        rows: Sequence[Row], model: StepModel, previous: Composition | None = None, swap: HostSwap | None = None
+    ) -> InputBatch:
+        """Gather `rows`, which must be encoded. `previous` is used again when it is of the same rows and texts.
+
+        With `swap`, which owns the rows' pages, latents are read by page table, all in one go.
+        """
+        key = tuple(_identity(row) for row in rows)
+        if previous is not None and previous.key == key:
+            composition = previous
+        else:
+            composition = _compose(key, rows, model, swap)
+        if composition.gather is None:
+            latents = torch.cat([rows[branch.row].latents for branch in composition.branches])
+        else:
+            latents = composition.gather()
         dtype = latents.dtype
         timesteps = torch.stack([row.noise_scheduler.timesteps[row.step] for row in rows])
         return InputBatch(tuple(rows), latents, timesteps.to(latents.device, dtype), composition)
 
 
-def _compose(key: tuple[object, ...], rows: Sequence[Row], model: StepModel) -> Composition:
-    device = rows[0].latents.device
+def _identity(row: Row) -> tuple[int, ...]:
+    """Changes when anything changes that a composition was made of."""
+    num_moves = 0 if row.pages is None else row.pages.num_moves
+    return row.row_id, id(row.text), id(row.negative_text), num_moves
+
+
+def _compose(
+    key: tuple[object, ...], rows: Sequence[Row], model: StepModel, swap: HostSwap | None = None
+) -> Composition:
     branches = _sorted_branches(rows)
     calls = tuple(_neighbours([row.request for row in rows]))
     layout = _packed_layout(branches, calls, [model.rotary(rows[b.row], b.is_negative) for b in branches])
@@ -126,7 +147,8 @@ def _compose(key: tuple[object, ...], rows: Sequence[Row], model: StepModel) -> 
         layout=layout,
         prompt_embeds=torch.cat([branch.text.embeds for branch in branches]),
         cond_slices=tuple(tokens[r, False] for r in range(len(rows))),
-        guidance=_guidance(rows, tokens, device),
+        guidance=_guidance(rows, tokens, layout.rotary.device),
+        gather=None if swap is None else swap.gather("latents", [rows[branch.row].pages for branch in branches]),
     )
 
 

@@ -42,6 +42,13 @@ class ContinuousBatchingConfig:
         step_cache_threshold: Relative change of the transformer's first block below which a denoising step takes over
             what all later blocks did in the last full step, for each row and guidance branch by itself. 0 switches it
             off; 0.05 to 0.15 are usual. Pictures then differ from the stock pipeline's.
+        page_size: Bytes of a page of the pool that keeps the state of accepted requests between their steps: latents,
+            prompt embeddings, PiD's picture. A multiple of 16.
+        num_blocks: Pages of that pool. None makes it as large as `max_memory_percent` says.
+        max_memory_percent: Part of the device's free memory, from 0 to 1, less what the largest step needs, that the
+            pool gets; on a CPU part of the machine's memory, at most 4 GiB, which are only taken as they are used.
+        cpu_offload_space: GiB of host memory for paused requests when the pool is full; 0 switches that off, and
+            newcomers wait.
         max_decode_bytes: Most bytes that one step of a decoder of several steps (PiD) may need beside its weights; a
             larger one is done in chunks of patches. 0 means no limit.
         max_phase_s: With `enable_model_cpu_offload` only: longest time in seconds that a finished picture or a new
@@ -60,6 +67,10 @@ class ContinuousBatchingConfig:
     attention_backend: str = "auto"
     prompt_cache_size: int = 128
     step_cache_threshold: float = 0.0
+    page_size: int = 65536
+    num_blocks: int | None = None
+    max_memory_percent: float = 0.5
+    cpu_offload_space: float = 4.0
     max_decode_bytes: int = 0
     max_phase_s: float = 30.0
 
@@ -70,10 +81,20 @@ class ContinuousBatchingConfig:
             ("max_queue_size", 0),
             ("prompt_cache_size", 0),
             ("max_decode_bytes", 0),
+            ("page_size", 16),
+            ("num_blocks", 1),
         ):
             value = getattr(self, name)
+            if name == "num_blocks" and value is None:
+                continue
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ConfigError(f"{name}={value!r} must be a whole number of at least {least}")
+        if self.page_size % 16:
+            raise ConfigError(f"page_size={self.page_size!r} must be a multiple of 16")
+        if not isinstance(self.max_memory_percent, int | float) or not 0 < self.max_memory_percent <= 1:
+            raise ConfigError(f"max_memory_percent={self.max_memory_percent!r} must be a number above 0, at most 1")
+        if not isinstance(self.cpu_offload_space, int | float) or not 0 <= self.cpu_offload_space < math.inf:
+            raise ConfigError(f"cpu_offload_space={self.cpu_offload_space!r} must be a finite number of GiB, 0 or more")
         if not isinstance(self.max_phase_s, int | float) or not self.max_phase_s > 0:
             raise ConfigError(f"max_phase_s={self.max_phase_s!r} must be a number of seconds above 0")
         if not isinstance(self.step_cache_threshold, int | float) or not 0 <= self.step_cache_threshold < 1:

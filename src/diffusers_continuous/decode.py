@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -28,7 +28,10 @@ from torch import nn
 from .errors import RequestError
 from .hooks import is_bare
 from .pid import LatentFeatures, PiDDecoder, PiDScheduler
-from .request import Row
+from .request import Row, in_pages
+
+if TYPE_CHECKING:
+    from .memory.host_swap import PagedTensors
 
 # Pixels decoded together: enough to fill a device with small pictures, and no more than one 1024 x 1024 picture, so
 # that many requests finishing at once do not multiply the decode's peak memory.
@@ -108,10 +111,15 @@ def _norm(norm: QwenImageRMS_norm, x: torch.Tensor) -> torch.Tensor:
     return F.normalize(wide, dim=1).to(x.dtype) * norm.scale * norm.gamma.view(-1, 1, 1)
 
 
-@dataclass(slots=True, eq=False)
+@in_pages("sample")
+@dataclass(eq=False)
 class PiDState:
-    """What a row keeps between two steps of its PiD decode; every tensor has a batch of one."""
+    """What a row keeps between two steps of its PiD decode; every tensor has a batch of one.
 
+    `sample` lies in the row's `pages`, where its texts did.
+    """
+
+    pages: PagedTensors | None
     sample: torch.Tensor
     features: LatentFeatures
     sigma: torch.Tensor
@@ -147,7 +155,9 @@ class PiDStage:
         generator = torch.Generator().manual_seed(row.decode_seed)
         noise_scheduler = copy.deepcopy(decoder.scheduler)
         noise_scheduler.set_timesteps(row.num_decode_steps, latents.device, height, width)
+        row.drop_texts()
         row.decode_state = PiDState(
+            pages=row.pages,
             sample=decoder.prepare_noise(1, height, width, generator),
             features=transformer.encode_latents(latents, height, width, with_heads=not self._max_bytes),
             sigma=row.noise_scheduler.sigmas[row.step].to(latents.device, torch.float32).view(1),

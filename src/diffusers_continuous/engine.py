@@ -79,6 +79,7 @@ class DiffusionEngine:
         self._ended: list[RequestState] = []
         self._mine = threading.local()  # per thread: how many pauses it holds, how many callbacks it is in
         scheduler.is_phased = runner.is_phased
+        scheduler.memory = runner.make_ledger()
         _engines.add(self)
 
     # ------------------------------------------------------------------ life
@@ -173,13 +174,26 @@ class DiffusionEngine:
                         yield
                     finally:
                         if not self.is_stopped:
-                            self.runner.reset()
-                            self.scheduler.forget_texts()
-                            self.scheduler.is_phased = self.runner.is_phased
+                            self._reset()
             finally:
                 with self._condition:
                     self.scheduler.is_holding = was_holding
                     self._condition.notify_all()
+
+    def _reset(self) -> None:
+        """Components may have changed or moved: nothing that was worked out from them, or lies there, stays."""
+        with self._condition:
+            self.scheduler.memory.release_all()
+            self.runner.move(self.scheduler.memory.take_moves())
+            self.runner.reset()
+            self.scheduler.memory = self.runner.make_ledger()
+            self.scheduler.forget_texts()
+            self.scheduler.is_phased = self.runner.is_phased
+            for state in list(self._active.values()):
+                try:
+                    self._measure(state)
+                except RequestError as error:
+                    self._end(state, RequestStatus.FAILED, error)
 
     def _has_nothing_running(self) -> bool:
         is_idle = self._thread is None or not self._thread.is_alive()
@@ -244,9 +258,16 @@ class DiffusionEngine:
             state.caller_thread = threading.get_ident()
             # Its callback's request cannot end before it, so it must not wait for that one to end.
             state.passes_hold = getattr(self._mine, "num_callbacks", 0) > 0
+            self._measure(state)
             self.scheduler.add_request(state)
             self._active[state.request_id] = state
             self._condition.notify_all()
+
+    def _measure(self, state: RequestState) -> None:
+        """Set how many pages its rows need; one that cannot wait for others to give some back needs none."""
+        for row in state.rows:
+            row.num_blocks = 0 if state.passes_hold else self.runner.num_blocks_of(row)
+        self.scheduler.check_pages(state)
 
     def cancel_request(self, request_id: str) -> bool:
         """Cancel before its next step. False, and no effect, for a request that has ended or is not known."""
@@ -316,6 +337,8 @@ class DiffusionEngine:
                 scheduler.num_waiting,
                 scheduler.num_preemptions,
                 scheduler.cost_model.prediction_error(),
+                scheduler.memory.usage(),
+                scheduler.config.max_batch_tokens,
             )
 
     # ------------------------------------------------------------------ the loop
@@ -367,6 +390,7 @@ class DiffusionEngine:
         """Between two steps: end what nobody holds any more, and let go of what has ended."""
         while self._abandoned:
             self.cancel(self._abandoned.popleft())
+        self.runner.move(self.scheduler.memory.take_moves())
         for state in self._ended:
             for row in state.rows:
                 row.let_go()
@@ -380,6 +404,7 @@ class DiffusionEngine:
                 state.is_in_callback = state.is_gang and not any(row in errors for row in state.rows)
             for work in self.runner.take_timings():
                 self.scheduler.cost_model.observe(*work)
+            self.scheduler.limit_tokens(self.runner.take_token_limit())
             ended = self.scheduler.update_from_output(output, errors)
         for state in ended:
             self._finish(state)

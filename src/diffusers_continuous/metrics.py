@@ -46,6 +46,10 @@ class EngineStats:
         num_preemptions: How often a running row made way for others and waited again.
         prediction_error: Median relative error of the predicted durations lately, by kind of work.
         num_batch_retries: Batches that failed as a whole and were run again in parts.
+        max_batch_tokens: Most tokens in a forward; less than configured once a batch has run out of memory.
+        num_blocks, num_used_blocks: Pages of the pool on the device, and how many have an owner.
+        num_swapped_out_rows: Rows whose state is in host memory now.
+        swapped_out_bytes, swapped_in_bytes: What went there, and came back, since the start.
         recent_steps: The last steps, oldest first.
     """
 
@@ -64,6 +68,12 @@ class EngineStats:
     encode_ms: float
     decode_ms: float
     num_batch_retries: int
+    max_batch_tokens: int
+    num_blocks: int
+    num_used_blocks: int
+    num_swapped_out_rows: int
+    swapped_out_bytes: int
+    swapped_in_bytes: int
     num_encoded_rows: int
     num_decoded_rows: int
     num_branch_steps: int
@@ -99,6 +109,7 @@ class StatsRecorder:
     _steps: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=NUM_REMEMBERED))
     _requests: deque[RequestMetrics] = field(default_factory=lambda: deque(maxlen=NUM_REMEMBERED))
     _branch_steps: tuple[int, int] = (0, 0)
+    _swapped_bytes: tuple[int, int] = (0, 0)
     num_batch_retries: int = 0
     num_on_time: int = 0
 
@@ -130,6 +141,11 @@ class StatsRecorder:
         with self._lock:
             self._branch_steps = num_branch_steps, num_skipped_branch_steps
 
+    def count_swaps(self, swapped_out_bytes: int, swapped_in_bytes: int) -> None:
+        """Both totals so far."""
+        with self._lock:
+            self._swapped_bytes = swapped_out_bytes, swapped_in_bytes
+
     def add_ending(self, status: RequestStatus, metrics: RequestMetrics) -> None:
         """Count a request that ended."""
         with self._lock:
@@ -139,9 +155,15 @@ class StatsRecorder:
                 self.num_on_time += bool(metrics.is_on_time)
 
     def snapshot(
-        self, num_running: int, num_waiting: int, num_preemptions: int, prediction_error: dict[str, float]
+        self,
+        num_running: int,
+        num_waiting: int,
+        num_preemptions: int,
+        prediction_error: dict[str, float],
+        memory: dict[str, int],
+        max_batch_tokens: int,
     ) -> EngineStats:
-        """Everything so far."""
+        """Everything so far; `memory` has the figures of the pool by name."""
         with self._lock:
 
             def mean(name: str) -> float:
@@ -166,6 +188,10 @@ class StatsRecorder:
                 encode_ms=mean(Stage.ENCODE.value),
                 decode_ms=mean(Stage.DECODE.value),
                 num_batch_retries=self.num_batch_retries,
+                max_batch_tokens=max_batch_tokens,
+                **memory,
+                swapped_out_bytes=self._swapped_bytes[0],
+                swapped_in_bytes=self._swapped_bytes[1],
                 num_encoded_rows=self._rows[Stage.ENCODE.value],
                 num_decoded_rows=self._rows[Stage.DECODE.value],
                 num_branch_steps=self._branch_steps[0],

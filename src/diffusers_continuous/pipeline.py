@@ -126,7 +126,7 @@ class ContinuousBatchingMixin:
         stats = StatsRecorder()
         backend = get_backend(config.attention_backend)
         model = QwenImageStepModel(self, backend, config)
-        runner = DiffusionModelRunner(model, self._execution_device, stats)
+        runner = DiffusionModelRunner(model, self._execution_device, config, stats)
         make_request = weakref.WeakMethod(self._make_request)
 
         def make(**arguments: Any) -> RequestState:

@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
     import torch
@@ -19,12 +19,16 @@ if TYPE_CHECKING:
 
     from .cost_model import RowCost
     from .futures import RequestFuture
+    from .memory.block_pool import Move
+    from .memory.host_swap import PagedTensors
 
 # Tokens that follow every prompt in the chat template, plus a few for normalisation: a byte-level tokenizer never
 # makes more tokens than bytes, so `len(bytes) + this` bounds a prompt that is not encoded yet.
 TEMPLATE_SUFFIX_TOKENS = 8
 
 _row_ids = itertools.count()
+
+T = TypeVar("T")
 
 
 class RequestStatus(enum.StrEnum):
@@ -90,7 +94,38 @@ class TextEmbeds:
         return int(self.embeds.shape[0])
 
 
-@dataclass(slots=True, eq=False)
+class Paged:
+    """An attribute that lies in its owner's `pages` once it has some; until then it is an attribute like any other."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, owner: Any, owner_type: type | None = None) -> Any:
+        """The tensor; a copy of what lies in the pages."""
+        if owner is None:
+            return self
+        return vars(owner)[self._name] if owner.pages is None else owner.pages.get(self._name)
+
+    def __set__(self, owner: Any, value: Any) -> None:
+        """Keep it, in the pages if there are any."""
+        if owner.pages is None:
+            vars(owner)[self._name] = value
+        else:
+            owner.pages.put(self._name, value)
+
+
+def in_pages(name: str) -> Callable[[type[T]], type[T]]:
+    """Make the attribute of that name a `Paged` one. The class has an attribute `pages`."""
+
+    def add(cls: type[T]) -> type[T]:
+        setattr(cls, name, Paged(name))
+        return cls
+
+    return add
+
+
+@in_pages("latents")
+@dataclass(eq=False)
 class Row:
     """One picture on its way: its latents, its own noise scheduler, its text, its place in the schedule.
 
@@ -99,6 +134,9 @@ class Row:
     `decode_state` is what a decoder of several steps keeps between them; `step_cache` what a branch (negative or not)
     keeps of its last full step, which may be thrown away at any time. The scheduler keeps `cost` and `remaining_ms`,
     the predicted time until the row's picture if it were alone.
+
+    Latents, texts and a decoder's sample lie in `pages` from the row's first step to its end; it never needs more than
+    `num_blocks` of them, 0 for a row that is to have none.
     """
 
     request: RequestState
@@ -121,6 +159,8 @@ class Row:
     num_bypassed: int = 0
     cost: RowCost | None = None
     remaining_ms: float = 0.0
+    num_blocks: int = 0
+    pages: PagedTensors | None = None
     noise_pred: torch.Tensor | None = None
     step_cache: dict[bool, Any] = field(default_factory=dict)
     decode_state: Any = None
@@ -131,6 +171,12 @@ class Row:
         """Forget everything that only a row under way needs."""
         self.text = self.negative_text = self.noise_pred = self.decode_state = self.image = None
         self.step_cache.clear()
+
+    def drop_texts(self) -> None:
+        """Denoising is over: give their pages to the decoder."""
+        self.text = self.negative_text = None
+        if self.pages is not None:
+            self.pages.drop("text", "negative_text")
 
     @property
     def remaining_steps(self) -> int:
@@ -150,10 +196,16 @@ class Row:
     @property
     def num_text_tokens(self) -> int:
         """Text tokens of all branches; an upper bound while a prompt is not encoded yet."""
-        total = _num_text_tokens(self.text, self.prompt, self.request.params.max_sequence_length)
-        if self.num_branches == 2:
-            total += _num_text_tokens(self.negative_text, self.negative_prompt, self.request.params.max_sequence_length)
-        return total
+        return sum(self.text_tokens)
+
+    @property
+    def text_tokens(self) -> tuple[int, ...]:
+        """`num_text_tokens` of each branch."""
+        limit = self.request.params.max_sequence_length
+        tokens = _num_text_tokens(self.text, self.prompt, limit)
+        if self.num_branches == 1:
+            return (tokens,)
+        return tokens, _num_text_tokens(self.negative_text, self.negative_prompt, limit)
 
     @property
     def num_tokens(self) -> int:
@@ -275,12 +327,14 @@ class SchedulerOutput:
     """The scheduler's decision: the rows of the next step, by what they need. A newcomer is encoded, then denoised.
 
     `hopeless` are requests that end now, since they can no longer be on time; no rows of theirs are in the step.
+    `moves` of pages are to be carried out first.
     """
 
     encode: tuple[Row, ...] = ()
     decode: tuple[Row, ...] = ()
     denoise: tuple[Row, ...] = ()
     hopeless: tuple[RequestState, ...] = ()
+    moves: tuple[Move, ...] = ()
 
     @property
     def is_empty(self) -> bool:

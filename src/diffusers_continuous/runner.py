@@ -15,8 +15,13 @@ from typing import Any, TypeVar
 import torch
 
 from .batch import Composition, InputBatch
+from .config import ContinuousBatchingConfig
 from .cost_model import kind_of
-from .errors import EngineStoppedError, StepFailedError
+from .errors import EngineStoppedError, StepFailedError, UnsupportedModelError
+from .memory.block_pool import BlockPool, Move, PageLedger, Where
+from .memory.budget import pool_bytes
+from .memory.host_swap import HostSwap
+from .memory.row_state import RowMover, keep_texts
 from .metrics import StatsRecorder
 from .models.interface import StepModel
 from .request import RequestState, Row, SchedulerOutput, Stage
@@ -24,6 +29,8 @@ from .request import RequestState, Row, SchedulerOutput, Stage
 Errors = dict[Row, BaseException]
 Timing = tuple[str, Sequence[Row], float]  # the kind of work, on which rows, how many milliseconds
 T = TypeVar("T")
+# Of a 1024 x 1024 picture.
+USUAL_TOKENS = 4096
 
 
 class DiffusionModelRunner:
@@ -32,6 +39,7 @@ class DiffusionModelRunner:
     Args:
         model: The model's four verbs.
         device: Where they run.
+        config: How large the pool of pages is.
         stats: Told about every piece of work.
         clock: Seconds, the engine's.
 
@@ -43,16 +51,20 @@ class DiffusionModelRunner:
         self,
         model: StepModel,
         device: torch.device,
+        config: ContinuousBatchingConfig,
         stats: StatsRecorder,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.lock = threading.RLock()
         self._model = model
         self._device = device
+        self._config = config
         self._stats = stats
         self._clock = clock
         self._compositions: dict[float, Composition] = {}  # by LoRA scale: such rows share a forward
         self._timings: list[Timing] = []
+        self._token_limit: int | None = None
+        self._mover = RowMover(self._make_swap())
 
     # ------------------------------------------------------------------ what the engine asks
 
@@ -65,6 +77,7 @@ class DiffusionModelRunner:
         """Encode, decode and take one denoising step; hand back the rows that failed, with the reason."""
         errors: Errors = {}
         with self.lock, torch.no_grad(), self._on_device():
+            self.move(output.moves)
             if output.encode:
                 self._timed(Stage.ENCODE, output.encode, self._model.prepare_encode, errors)
             for rows in _grouped(output.decode, _decodes_as):
@@ -80,6 +93,11 @@ class DiffusionModelRunner:
         """How long the last work took, each piece once; what failed or had to be repeated is left out."""
         timings, self._timings = self._timings, []
         return timings
+
+    def take_token_limit(self) -> int | None:
+        """Tokens of the parts that batches which ran out of memory had to be cut into; None when none did lately."""
+        limit, self._token_limit = self._token_limit, None
+        return limit
 
     def make_output(self, state: RequestState) -> Any:
         """The pictures of a finished request."""
@@ -110,12 +128,54 @@ class DiffusionModelRunner:
         self._compositions.clear()
         with self.lock, torch.no_grad():
             self._model.reset()
-            self._device = self._model.device
+            if self._device != self._model.device:
+                self._device = self._model.device
+                self._mover.swap.close()
+                self._mover.swap = self._make_swap()
 
     def close(self) -> None:
         """Leave the model as it was found."""
         self._compositions.clear()
+        self._mover.swap.close()
         self._model.close()
+
+    # ------------------------------------------------------------------ memory
+
+    def _make_swap(self) -> HostSwap:
+        config = self._config
+        num_blocks = config.num_blocks
+        if num_blocks is None:
+            num_blocks = pool_bytes(self._device, config.max_memory_percent, self.warm_up) // config.page_size
+        num_host_blocks = int(config.cpu_offload_space * 2**30) // config.page_size
+        return HostSwap(config.page_size, self._device, num_blocks, num_host_blocks)
+
+    def warm_up(self) -> None:
+        """Take one denoising step of as many tokens as a batch may have, and decode one picture of usual size."""
+        with self.lock, torch.no_grad(), self._on_device():
+            large = self._model.example_row(self._config.max_batch_tokens)
+            self._model.denoise_step(InputBatch.make([large], self._model))
+            del large
+            self._model.post_decode([self._model.example_row(min(USUAL_TOKENS, self._config.max_batch_tokens))])
+
+    def make_ledger(self) -> PageLedger:
+        """An empty ledger of the pages that there are."""
+        swap = self._mover.swap
+        return PageLedger(BlockPool(swap.num_blocks), BlockPool(swap.num_host_blocks))
+
+    def num_blocks_of(self, row: Row) -> int:
+        """The most pages that the row will need at any time."""
+        return max(self._mover.swap.num_blocks_for(*stage) for stage in self._model.state_bytes(row))
+
+    def move(self, moves: Sequence[Move]) -> None:
+        """Carry out what the ledger wrote down."""
+        if not moves:
+            return
+        with torch.no_grad(), self._on_device():
+            entering = [move.owner for move in moves if move.where is Where.DEVICE and move.owner.pages is None]
+            with contextlib.suppress(UnsupportedModelError):  # its first step will say so
+                self._model.prepare_denoise(entering)
+            self._mover.carry_out(moves)
+        self._stats.count_swaps(self._mover.swapped_out_bytes, self._mover.swapped_in_bytes)
 
     # ------------------------------------------------------------------ one step
 
@@ -144,6 +204,8 @@ class DiffusionModelRunner:
 
         def forward(part: Sequence[Row]) -> None:
             self._model.prepare_denoise([row for row in part if row.step == 0])
+            for row in part:
+                keep_texts(row)
             predictions.update(zip(part, self._forward(part), strict=True))
 
         self._isolating(Stage.DENOISE, rows, forward, errors)
@@ -168,7 +230,7 @@ class DiffusionModelRunner:
     def _forward(self, rows: Sequence[Row]) -> list[torch.Tensor]:
         start = self._clock()
         scale = _lora_scale(rows[0])
-        batch = InputBatch.make(rows, self._model, self._compositions.get(scale))
+        batch = InputBatch.make(rows, self._model, self._compositions.get(scale), self._mover.swap)
         self._compositions[scale] = batch.composition
         self._stats.add("make_batch", 1e3 * (self._clock() - start))
         predictions = self._model.denoise_step(batch)
@@ -203,6 +265,9 @@ class DiffusionModelRunner:
         # Out of the handler: its traceback would keep the failed batch's tensors alive.
         self._stats.num_batch_retries += 1
         half = (len(rows) + 1) // 2 if _is_out_of_memory(failed) else 1
+        if stage is Stage.DENOISE and _is_out_of_memory(failed):
+            num_tokens = sum(row.num_tokens for row in rows[:half])
+            self._token_limit = min(num_tokens, self._token_limit or num_tokens)
         del failed
         self._empty_cache()
         for start in range(0, len(rows), half):

@@ -17,12 +17,13 @@ import heapq
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 
 from .config import ContinuousBatchingConfig
 from .cost_model import RowCost, StepCostModel
 from .errors import DeadlineError, QueueFullError, RequestError
+from .memory.block_pool import PageLedger
 from .policy import Policy, make_policy
 from .request import RequestState, RequestStatus, Row, SchedulerOutput, Stage
 
@@ -64,6 +65,7 @@ class StepScheduler:
     Attributes:
         waiting: Sorted by the policy's key.
         late: Waits too, but can no longer be on time; the shortest in front.
+        memory: Who has pages. A row gets all that it will ever need before it first runs, so that it never lacks one.
         num_preemptions: How often a row that ran went back to the queue.
     """
 
@@ -76,6 +78,7 @@ class StepScheduler:
     late: list[Row] = field(default_factory=list)
     running: list[Row] = field(default_factory=list)
     decoding: list[Row] = field(default_factory=list)
+    memory: PageLedger = field(default_factory=PageLedger)
     is_holding: bool = False
     num_preemptions: int = 0
     _policy: Policy = field(init=False)
@@ -143,7 +146,29 @@ class StepScheduler:
         """Forget the rows of `state`, wherever they are."""
         for queue in (self.waiting, self.late, self.running, self.decoding):
             queue[:] = [row for row in queue if row.request is not state]
+        for row in state.rows:
+            self.memory.release(row)
         self._chunk_left = 0
+
+    def check_pages(self, state: RequestState) -> None:
+        """Refuse what could never have all of its pages.
+
+        Raises:
+            RequestError: with the numbers.
+        """
+        sizes = [row.num_blocks for row in state.rows]
+        needed, limit = sum(sizes) if state.is_gang else max(sizes), self.memory.device.num_blocks
+        if needed > limit:
+            what = f"{len(sizes)} pictures with a callback" if state.is_gang else "a picture"
+            raise RequestError(
+                f"{what} of {state.params.height} x {state.params.width} pixels can never run: it needs {needed} pages "
+                f"and num_blocks={limit}"
+            )
+
+    def limit_tokens(self, num_tokens: int | None) -> None:
+        """From now on at most so many tokens go into a batch: more have run out of memory. None changes nothing."""
+        if num_tokens is not None and num_tokens < self.config.max_batch_tokens:
+            self.config = dataclasses.replace(self.config, max_batch_tokens=num_tokens)
 
     def forget_texts(self) -> None:
         """The text encoder may have changed: waiting prompts that were encoded ahead are encoded again."""
@@ -182,7 +207,8 @@ class StepScheduler:
         )
         output = self._one_phase(output, now) if self.is_phased else self._one_turn(output)
         self._chunk_left -= 1
-        return dataclasses.replace(output, hopeless=hopeless) if hopeless else output
+        moves = () if output.is_empty else self.memory.take_moves()
+        return dataclasses.replace(output, hopeless=hopeless, moves=moves) if hopeless or moves else output
 
     @property
     def _is_in_chunk(self) -> bool:
@@ -225,11 +251,11 @@ class StepScheduler:
     def _next_decodes(self) -> tuple[Row, ...]:
         """Everything that one step finishes; else the first row's next step, shared with others of its size."""
         quick = [row for row in self.decoding if not _has_long_decode(row)]
-        if quick or not self.decoding:
+        ready = [row for row in self.decoding if self._has_pages(row)]
+        if quick or not ready:
             return tuple(quick)
-        first = self.decoding[0]
-        alike = [row for row in self.decoding if _size(row) == _size(first)]
-        return tuple(alike[: max(1, MAX_DECODE_TOKENS // first.num_image_tokens)])
+        alike = [row for row in ready if _size(row) == _size(ready[0])]
+        return tuple(alike[: max(1, MAX_DECODE_TOKENS // ready[0].num_image_tokens)])
 
     def _fitting(self) -> tuple[Row, ...]:
         """Running rows that take part now. A gang's place is free while its callback runs, and may be taken then."""
@@ -239,6 +265,8 @@ class StepScheduler:
             gang = _gang(leader)
             if leader is not gang[0] or leader.request.is_in_callback or leader.stage is Stage.DECODE:
                 continue
+            if not all(map(self._has_pages, gang)):
+                continue
             gang_tokens = sum(row.num_tokens for row in gang)
             fits_rows = len(rows) + len(gang) <= self.config.max_requests_per_batch
             if not rows or (fits_rows and num_tokens + gang_tokens <= self.config.max_batch_tokens):
@@ -247,8 +275,10 @@ class StepScheduler:
         return tuple(rows)
 
     def _admissible(self, queue: list[Row]) -> list[Row]:
-        """Those of `queue` that may run now: while newcomers are held, what is under way."""
-        return [row for row in queue if row.step or row.request.passes_hold] if self.is_holding else queue
+        """Those of `queue` that may run now: while newcomers are held, what is under way or keeps pages from others."""
+        if not self.is_holding:
+            return queue
+        return [row for row in queue if row.step or row.request.passes_hold or self.memory.is_on_device(row)]
 
     def _one_phase(self, output: SchedulerOutput, now: float) -> SchedulerOutput:
         """Keep one kind of work: denoise while there is a batch, but let nobody wait longer than `max_phase_s`."""
@@ -278,6 +308,10 @@ class StepScheduler:
     def _admit(self, now: float) -> None:
         """Move rows from `waiting` to `running` in policy order while rows and tokens fit."""
         running = [row for row in self.running if not row.request.is_in_callback]
+        room = self._room()
+        if not room.take(running):
+            return  # it was sent out in its callback: pages that become free are for it
+        room.commit()
         room_rows = self.config.max_requests_per_batch - len(running)
         waiting = self._admissible(self.waiting)
         if not waiting or room_rows <= 0 or len(self.decoding) >= self.config.max_requests_per_batch:
@@ -290,7 +324,8 @@ class StepScheduler:
             gang = _gang(leader)
             num_tokens = sum(row.num_tokens for row in gang)
             fits = len(gang) <= room_rows and num_tokens <= room_tokens
-            if fits or not (running or admitted):  # what is larger than the budget runs alone
+            fits |= not (running or admitted)  # what is larger than the budget runs alone
+            if fits and room.take(gang):
                 admitted.add(leader)
                 self.running.extend(gang)
                 room_rows -= len(gang)
@@ -303,6 +338,7 @@ class StepScheduler:
             is_due = passed is not None and passed.num_bypassed >= MAX_BYPASSED
             if room_rows <= 0 or room_tokens <= 0 or is_due or num_passed >= MAX_LOOKED_AT:
                 break
+        room.commit()
         if admitted:
             self.waiting[:] = [row for row in self.waiting if row not in admitted]
 
@@ -310,8 +346,8 @@ class StepScheduler:
 
     def _choose(self, now: float) -> None:
         """Choose the batch from all that is active; who ran and is not in it goes back to the queue as it stands."""
-        movable = self._movable()
-        order = self._in_order(movable, now, self._take_aged(movable, now))
+        movable, room = self._movable(), self._room()
+        order = filter(room.could_hold, self._in_order(movable, now, self._take_aged(movable, now)))
         first = next(order, None)
         if first is None:
             return
@@ -319,7 +355,8 @@ class StepScheduler:
         if first.stage is Stage.DECODE:
             self.decoding.remove(first)
             self.decoding.insert(0, first)
-        self._run(self._make_batch(itertools.chain((first,), order), now).leaders, movable, now)
+        self._run(self._make_batch(itertools.chain((first,), order), now, room).leaders, movable, now)
+        room.commit()
 
     def _movable(self) -> list[Row]:
         """Who runs and can be stopped: a gang has a step half done while its callback runs."""
@@ -336,15 +373,17 @@ class StepScheduler:
             order = heapq.merge(order, by_length, key=_priority)
         return order if aged is None else itertools.chain((aged,), (row for row in order if row is not aged))
 
-    def _make_batch(self, order: Iterable[Row], now: float) -> _Batch:
-        """Rows in order while there is room for them."""
+    def _make_batch(self, order: Iterable[Row], now: float, room: _Room | None = None) -> _Batch:
+        """Rows in order while there is room for them; pages are only looked at with `room`."""
         is_guarded = self._policy.keeps_deadlines and self.cost_model.is_informed  # a guess keeps nobody out
         batch = _Batch(self.config, self.cost_model, is_guarded, now)
         num_passed = 0
         for leader in order:
-            if leader.stage is Stage.DECODE:
-                continue
-            num_passed += not batch.take(leader)
+            has_pages = room is None or room.could_take(_together(leader))
+            is_in = has_pages and (leader.stage is Stage.DECODE or batch.take(leader))
+            if is_in and room is not None:
+                room.take(_together(leader))
+            num_passed += not is_in
             if batch.is_full or num_passed >= MAX_PASSED:
                 break
         return batch
@@ -366,6 +405,25 @@ class StepScheduler:
             bisect.insort(self.late, leader, key=_by_length)
         else:
             self._enqueue(leader)
+
+    # ------------------------------------------------------------------ memory
+
+    def _room(self) -> _Room:
+        return _Room(self.memory, self._leavers)
+
+    def _has_pages(self, row: Row) -> bool:
+        return not row.num_blocks or self.memory.is_on_device(row)
+
+    def _leavers(self) -> list[Row]:
+        """Who may go to host memory: most slack first, callbacks last. What only waits for its picture may not.
+
+        Without preemption nobody makes way, unless all pages belong to calls whose callbacks run: these may be waiting
+        for somebody else's picture.
+        """
+        owners = [row for row in self.memory.device.owners if row.stage is not Stage.DECODE or _has_long_decode(row)]
+        if not self._policy.is_preemptive and not all(row.request.is_in_callback for row in owners):
+            return []
+        return sorted(owners, key=lambda row: (row.request.is_in_callback, -_latest_start_s(row)))
 
     # ------------------------------------------------------------------ what is late
 
@@ -496,6 +554,7 @@ class StepScheduler:
         elif row.stage is Stage.DECODE and row.image is not None:
             row.stage = Stage.DONE
             self.decoding.remove(row)
+            self.memory.release(row)
 
     def finish_denoising(self, row: Row) -> None:
         """Free the row's place in the batch; it is decoded next, or done when only its latents were asked for."""
@@ -505,6 +564,7 @@ class StepScheduler:
         row.step_cache.clear()
         if row.request.params.output_type == "latent":
             row.stage = Stage.DONE
+            self.memory.release(row)
         else:
             row.stage = Stage.DECODE
             self.decoding.append(row)
@@ -569,6 +629,63 @@ class _Batch:
         return _cost(row).step_ms + spare_ms / max(1, row.num_steps - row.step)
 
 
+@dataclass(slots=True)
+class _Room:
+    """Pages for rows that are to run together, found by sending others to host memory. Moves nothing before `commit`.
+
+    Args:
+        find_leavers: Who may be sent there, the first to go in front; asked only when there are too few free pages.
+    """
+
+    memory: PageLedger
+    find_leavers: Callable[[], list[Row]]
+    taken: dict[Row, None] = field(default_factory=dict)
+    num_missing: int = 0
+    _leavers: list[Row] | None = None
+
+    def could_hold(self, leader: Row) -> bool:
+        """True when the row and its gang, and nobody else, could be on the device."""
+        gang = _together(leader)
+        return self._finds(self._missing(gang), gang)
+
+    def could_take(self, gang: Sequence[Row]) -> bool:
+        """True when there are pages for these rows beside those that were taken."""
+        return self._finds(self.num_missing + self._missing(gang), gang, self.taken)
+
+    def take(self, gang: Sequence[Row]) -> bool:
+        """Let these rows have pages; False, and no effect, when there are not enough."""
+        if not self.could_take(gang):
+            return False
+        self.num_missing += self._missing(gang)
+        self.taken.update(dict.fromkeys(gang))
+        return True
+
+    def commit(self) -> None:
+        """Send out whoever makes way, and give those that were taken their pages."""
+        shortage = self.num_missing - self.memory.device.num_free
+        for row in self._making_way(shortage, self.taken)[0]:
+            self.memory.send_out(row)
+        for row in self.taken:
+            if self._missing((row,)):
+                self.memory.bring_in(row, row.num_blocks)
+        self.num_missing, self._leavers = 0, None
+
+    def _missing(self, rows: Iterable[Row]) -> int:
+        return sum(row.num_blocks for row in rows if not self.memory.is_on_device(row))
+
+    def _finds(self, num_missing: int, *staying: Container[Row]) -> bool:
+        shortage = num_missing - self.memory.device.num_free
+        return self._making_way(shortage, *staying)[1] >= shortage
+
+    def _making_way(self, shortage: int, *staying: Container[Row]) -> tuple[list[Row], int]:
+        if shortage <= 0:
+            return [], 0
+        if self._leavers is None:
+            self._leavers = self.find_leavers()
+        leavers = (row for row in self._leavers if not any(row in rows for rows in staying))
+        return self.memory.could_leave(leavers, shortage)
+
+
 def _has_long_decode(row: Row) -> bool:
     """True for a decoder of steps that take as long as a denoising step or longer."""
     return row.request.params.decoder == "pid"
@@ -581,6 +698,11 @@ def _size(row: Row) -> tuple[int, int]:
 def _gang(leader: Row) -> tuple[Row, ...]:
     """The rows that must be admitted together with `leader`."""
     return leader.request.rows if leader.request.is_gang else (leader,)
+
+
+def _together(leader: Row) -> tuple[Row, ...]:
+    """The rows that need their pages together with `leader`: decoding goes row by row."""
+    return (leader,) if leader.stage is Stage.DECODE else _gang(leader)
 
 
 def _cost(row: Row) -> RowCost:

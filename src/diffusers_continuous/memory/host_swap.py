@@ -1,179 +1,293 @@
 """`HostSwap`: the pages themselves, on the device and in host memory, and the way between them.
 
-A row's tensors lie one behind the other in its pages, each from a page's start. Knows bytes, page tables and devices;
-decides nothing: who is swapped, and when, is the scheduler's business.
+An owner's tensors lie one behind the other in its pages, each from a page's start. Knows bytes, page tables and
+devices; decides nothing: who gets pages, and who is swapped, is settled in the ledger.
 
-    pages of the pool     | 5 | 2 | 9 | 4 | 7 |       a row's page table: (5, 2, 9, 4, 7)
+    pages of the pool     | 5 | 2 | 9 | 4 | 7 |       a page table: (5, 2, 9, 4, 7)
     tensors in them       | latents   | text  |       `latents` at page 0 of the table, `text` at page 3
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
+import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from .block_pool import BlockPool, BlockPoolError
+from .block_pool import BlockPoolError
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where in its owner's page table a tensor lies."""
+class Span:
+    """Where in its owner's page table a tensor lies, and what it is."""
 
     first: int
     num_blocks: int
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    @property
+    def stop(self) -> int:
+        """The page behind its last."""
+        return self.first + self.num_blocks
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensor itself."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class PagedTensors:
+    """One owner's tensors by name: its own until it has pages, then in these, wherever they lie.
+
+    They can be read and written at any time from any thread; from host memory that is slow, but right.
+
+    Attributes:
+        is_out: True while the pages lie in host memory.
+        num_moves: How often the page table has changed.
+    """
+
+    def __init__(self, swap: HostSwap) -> None:
+        self.is_out = False
+        self.num_moves = 0
+        self._swap = swap
+        self._own: dict[str, torch.Tensor] = {}
+        self._spans: dict[str, Span] = {}
+        self._blocks: tuple[int, ...] = ()
+        self._table = torch.zeros(0, dtype=torch.int64)
+        self._known: dict[tuple[str, str], torch.Tensor | None] = {}  # worked out for this page table
+
+    @property
+    def spans(self) -> dict[str, Span]:
+        """Which tensors lie where in the page table."""
+        return dict(self._spans)
+
+    def __contains__(self, name: str) -> bool:
+        """True when there is a tensor of that name."""
+        return name in self._own or name in self._spans
+
+    def get(self, name: str) -> torch.Tensor:
+        """The tensor of that name: a copy of what lies in pages, on the device.
+
+        Raises:
+            BlockPoolError: when there is none.
+        """
+        with self._swap.lock:
+            if name in self._own:
+                return self._own[name]
+            if name not in self._spans:
+                raise BlockPoolError(f"there is no {name} among {[*self._own, *self._spans]}")
+            view = self._view(name)
+            if view is not None:
+                return view.to(self._swap.device, copy=True)
+            span = self._spans[name]
+            data = self._swap.pages(self.is_out).index_select(0, self._table[span.first : span.stop])
+            tensor = data.view(-1)[: span.num_bytes].view(span.dtype).view(span.shape)
+            return tensor.to(self._swap.device)
+
+    def look_at(self, name: str) -> torch.Tensor:
+        """`get` without a copy where that is possible: good until something is put or moved."""
+        with self._swap.lock:
+            view = None if self.is_out or name not in self._spans else self._view(name)
+            return self.get(name) if view is None else view
+
+    def put(self, name: str, tensor: torch.Tensor) -> None:
+        """Keep a tensor under that name, in place of the one that had it, which must have taken as many pages.
+
+        Raises:
+            BlockPoolError: when it does not fit into the owner's pages.
+        """
+        with self._swap.lock:
+            if not self._blocks:
+                self._own[name] = tensor
+                return
+            span = self._span_for(name, tensor)
+            if self._spans.get(name) != span:
+                self._spans[name] = span
+                self._known.clear()
+            view = self._view(name)
+            if view is not None:
+                view.copy_(tensor)
+                return
+            pages = self._swap.pages(self.is_out)
+            pages.index_copy_(0, self._table[span.first : span.stop], self._as_pages(tensor, span, pages.device))
+
+    def drop(self, *names: str) -> None:
+        """Forget tensors, so that others may take their pages.
+
+        Raises:
+            BlockPoolError: when others lie behind them.
+        """
+        with self._swap.lock:
+            for name in names:
+                self._own.pop(name, None)
+            gone = [name for name in names if name in self._spans]
+            if set(list(self._spans)[len(self._spans) - len(gone) :]) != set(gone):
+                raise BlockPoolError(f"{gone} are not the last of {list(self._spans)}")
+            for name in gone:
+                del self._spans[name]
+            self._known.clear()
+
+    def _span_for(self, name: str, tensor: torch.Tensor) -> Span:
+        num_blocks = self._swap.num_blocks_for(tensor.numel() * tensor.element_size())
+        old = self._spans.get(name)
+        first = max((span.stop for span in self._spans.values()), default=0) if old is None else old.first
+        is_moved = old is not None and old.num_blocks != num_blocks
+        if is_moved or first + num_blocks > len(self._blocks):
+            raise BlockPoolError(f"{name} takes {num_blocks} blocks from {first} on; there are {len(self._blocks)}")
+        return Span(first, num_blocks, tuple(tensor.shape), tensor.dtype)
+
+    def _view(self, name: str) -> torch.Tensor | None:
+        """The tensor itself, where its pages happen to follow one another; usual, and much the fastest."""
+        if ("view", name) not in self._known:
+            span = self._spans[name]
+            blocks = self._blocks[span.first : span.stop]
+            start = blocks[0] * self._swap.page_size if blocks else 0
+            is_one_piece = blocks == tuple(range(blocks[0], blocks[0] + len(blocks))) if blocks else True
+            flat = self._swap.pages(self.is_out).view(-1)[start : start + span.num_bytes]
+            self._known["view", name] = flat.view(span.dtype).view(span.shape) if is_one_piece else None
+        return self._known["view", name]
+
+    def _as_pages(self, tensor: torch.Tensor, span: Span, device: torch.device) -> torch.Tensor:
+        """(pages, bytes of a page), the end of the last one filled with whatever was there."""
+        data = tensor.detach().to(device).contiguous().view(-1).view(torch.uint8)
+        room = span.num_blocks * self._swap.page_size
+        if len(data) < room:
+            padded = torch.empty(room, dtype=torch.uint8, device=device)
+            padded[: len(data)].copy_(data)
+            data = padded
+        return data.view(span.num_blocks, self._swap.page_size)
+
+    # ------------------------------------------------------------------ what the ledger decided
+
+    def enter(self, blocks: tuple[int, ...]) -> None:
+        """Take pages on the device, and put everything there."""
+        with self._swap.lock:
+            self._take(blocks, self._swap.device)
+            own, self._own = self._own, {}
+            for name, tensor in own.items():
+                self.put(name, tensor)
+
+    def swap_out(self, blocks: tuple[int, ...]) -> int:
+        """Move the pages to those in host memory; how many bytes they are."""
+        return self._move(blocks, is_out=True)
+
+    def swap_in(self, blocks: tuple[int, ...]) -> int:
+        """Move the pages back to the device; how many bytes they are."""
+        return self._move(blocks, is_out=False)
+
+    def leave(self) -> None:
+        """Give the pages back; the tensors are the owner's own again."""
+        with self._swap.lock:
+            self._own = {name: self.get(name) for name in self._spans}
+            self._spans.clear()
+            self._take((), self._swap.device)
+            self.is_out = False
+
+    def _move(self, blocks: tuple[int, ...], is_out: bool) -> int:
+        with self._swap.lock:
+            content = self._swap.pages(self.is_out).index_select(0, self._table)
+            there = self._swap.pages(is_out)
+            self.is_out = is_out
+            self._take(blocks, there.device)
+            there.index_copy_(0, self._table, content.to(there.device))
+            return content.numel()
+
+    def _take(self, blocks: tuple[int, ...], device: torch.device) -> None:
+        self._blocks = blocks
+        self._table = torch.tensor(blocks, dtype=torch.int64, device=device)
+        self._known.clear()
+        self.num_moves += 1
+
+    def token_index(self, name: str) -> torch.Tensor | None:
+        """(tokens,) where the tensor's rows lie in the pool cut into pieces of their size; None if it cannot be cut."""
+        span = self._spans.get(name)
+        if span is None or self.is_out or len(span.shape) != 2:
+            return None
+        token_bytes = span.shape[1] * span.dtype.itemsize
+        if self._swap.page_size % token_bytes:
+            return None
+        if ("tokens", name) not in self._known:
+            per_page = self._swap.page_size // token_bytes
+            starts = np.array(self._blocks[span.first : span.stop], dtype=np.int64) * per_page
+            index = (starts[:, None] + np.arange(per_page)).reshape(-1)[: span.shape[0]]
+            self._known["tokens", name] = torch.from_numpy(index).to(self._swap.device)
+        return self._known["tokens", name]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Gather:
+    """Reads tensors of one kind out of many owners' pages at once, one behind the other.
+
+    `tokens` is the pool cut into (pieces, channels), `index` says which of them.
+    """
+
+    tokens: torch.Tensor
+    index: torch.Tensor
+
+    def __call__(self) -> torch.Tensor:
+        """What lies there now: (tokens of all owners, channels)."""
+        return self.tokens.index_select(0, self.index)
+
 
 class HostSwap:
     """Pages of one size on a device, and pages in host memory for owners that are swapped out.
 
     Args:
-        device: Where the pool lies. Host pages are pinned unless it is the CPU.
         page_size: Bytes of a page, a multiple of 16, so that every dtype fits.
-        num_blocks: Pages on the device.
-        num_host_blocks: Pages in host memory; they take room only once they are used.
+        device: Where the pool lies. Host pages are pinned unless it is the CPU.
+        num_blocks: Pages on the device. A CPU's take room only once they are used.
+        num_host_blocks: Pages in host memory; made when first needed.
 
     Attributes:
-        pool, host_pool: The two ledgers.
-        swapped_out_bytes, swapped_in_bytes: What has moved so far.
+        lock: Held while pages are read, written or moved.
     """
 
-    def __init__(self, device: torch.device, page_size: int, num_blocks: int, num_host_blocks: int) -> None:
+    def __init__(self, page_size: int, device: torch.device, num_blocks: int, num_host_blocks: int) -> None:
         if page_size < 16 or page_size % 16:
             raise BlockPoolError(f"page_size={page_size} must be a positive multiple of 16 bytes")
         self.page_size = page_size
-        self.pool, self.host_pool = BlockPool(num_blocks), BlockPool(num_host_blocks)
-        self.swapped_out_bytes = self.swapped_in_bytes = 0
-        self._pages = torch.empty(num_blocks, page_size, dtype=torch.uint8, device=device)
+        self.device = device
+        self.num_blocks, self.num_host_blocks = num_blocks, num_host_blocks
+        self.lock = threading.RLock()
+        self._pages = _empty(num_blocks, page_size, device)
         self._host_pages: torch.Tensor | None = None
-        self._places: dict[Hashable, dict[str, Place]] = {}
 
     def num_blocks_for(self, *num_bytes: int) -> int:
         """Pages that tensors of so many bytes take, each from a page's start."""
         return sum(math.ceil(each / self.page_size) for each in num_bytes)
 
-    # ------------------------------------------------------------------ tensors in pages
-
-    def put(self, owner: Hashable, name: str, tensor: torch.Tensor) -> None:
-        """Copy a tensor into the owner's pages; over the one of that name, which must have been as large.
-
-        Raises:
-            BlockPoolError: when the owner has no room for it, or is swapped out.
-        """
-        places = self._places.setdefault(owner, {})
-        num_blocks = self.num_blocks_for(tensor.numel() * tensor.element_size())
-        first = places[name].first if name in places else sum(place.num_blocks for place in places.values())
-        table = self.pool.blocks_of(owner)
-        is_moved = name in places and places[name].num_blocks != num_blocks
-        if is_moved or first + num_blocks > len(table):
-            raise BlockPoolError(f"{name} takes {num_blocks} blocks from {first} on, {owner!r} has {len(table)}")
-        places[name] = Place(first, num_blocks, tuple(tensor.shape), tensor.dtype)
-        pages = self._index(table[first : first + num_blocks])
-        flat = torch.empty(num_blocks * self.page_size, dtype=torch.uint8, device=self._pages.device)
-        data = tensor.detach().contiguous().view(-1).view(torch.uint8)
-        flat[: len(data)].copy_(data)
-        self._pages.index_copy_(0, pages, flat.view(num_blocks, self.page_size))
-
-    def get(self, owner: Hashable, name: str) -> torch.Tensor:
-        """A copy of the tensor that lies in the owner's pages under that name.
-
-        Raises:
-            BlockPoolError: when there is none, or the owner is swapped out.
-        """
-        place = self._places.get(owner, {}).get(name)
-        table = self.pool.blocks_of(owner)
-        if place is None or not table:
-            raise BlockPoolError(f"{owner!r} has no {name} on the device")
-        pages = self._pages.index_select(0, self._index(table[place.first : place.first + place.num_blocks]))
-        num_bytes = math.prod(place.shape) * place.dtype.itemsize
-        return pages.view(-1)[:num_bytes].view(place.dtype).view(place.shape)
-
-    def drop(self, owner: Hashable, name: str) -> None:
-        """Forget the last of the owner's tensors, so that another may take its pages."""
-        places = self._places[owner]
-        if list(places)[-1] != name:
-            raise BlockPoolError(f"{name} is not the last of {list(places)}")
-        del places[name]
-
-    def release(self, owner: Hashable) -> None:
-        """Take back all that the owner has, wherever it lies; nothing happens for whoever has nothing."""
-        self._places.pop(owner, None)
-        self.pool.free(owner)
-        self.host_pool.free(owner)
-
-    # ------------------------------------------------------------------ between device and host
-
-    def is_out(self, owner: Hashable) -> bool:
-        """True while the owner's pages lie in host memory."""
-        return bool(self.host_pool.blocks_of(owner))
-
-    def can_swap_out(self, owner: Hashable) -> bool:
-        """True when host memory has room for the owner's pages."""
-        return self.host_pool.can_allocate(len(self.pool.blocks_of(owner)))
-
-    def swap_out(self, owner: Hashable) -> None:
-        """Move the owner's pages to host memory, bit by bit the same.
-
-        Raises:
-            BlockPoolError: when it has none on the device, or host memory has no room; nothing has changed then.
-        """
-        blocks = self.pool.blocks_of(owner)
-        if not blocks:
-            raise BlockPoolError(f"{owner!r} has nothing on the device to swap out")
-        host = self.host_pool.allocate(len(blocks), owner)
-        content = self._pages.index_select(0, self._index(blocks)).cpu()
-        self._host().index_copy_(0, torch.tensor(host), content)
-        self.pool.free(owner)
-        self.swapped_out_bytes += content.numel()
-
-    def swap_in(self, owner: Hashable) -> None:
-        """Move the owner's pages back to the device.
-
-        Raises:
-            BlockPoolError: when it is not swapped out, or the device has no room; nothing has changed then.
-        """
-        host = self.host_pool.blocks_of(owner)
-        if not host:
-            raise BlockPoolError(f"{owner!r} is not swapped out")
-        blocks = self.pool.allocate(len(host), owner)
-        content = self._host().index_select(0, torch.tensor(host))
-        self._pages.index_copy_(0, self._index(blocks), content.to(self._pages.device))
-        self.host_pool.free(owner)
-        self.swapped_in_bytes += content.numel()
-
-    # ------------------------------------------------------------------ books
-
-    @property
-    def places(self) -> Mapping[Hashable, Mapping[str, Place]]:
-        """Which tensors lie where, per owner."""
-        return self._places
-
-    def check_integrity(self) -> None:
-        """Both ledgers add up, nobody is in two places, and every tensor lies inside its owner's pages.
-
-        Raises:
-            BlockPoolError: says what does not.
-        """
-        self.pool.check_integrity()
-        self.host_pool.check_integrity()
-        twice = set(self.pool.owners) & set(self.host_pool.owners)
-        if twice:
-            raise BlockPoolError(f"in both places: {sorted(map(str, twice))}")
-        for owner, places in self._places.items():
-            table = self.pool.blocks_of(owner) or self.host_pool.blocks_of(owner)
-            if sum(place.num_blocks for place in places.values()) > len(table):
-                raise BlockPoolError(f"{owner!r} has more in its pages than the {len(table)} it owns")
-
-    def _index(self, blocks: tuple[int, ...]) -> torch.Tensor:
-        return torch.tensor(blocks, dtype=torch.int64, device=self._pages.device)
-
-    def _host(self) -> torch.Tensor:
+    def pages(self, is_out: bool) -> torch.Tensor:
+        """(pages, bytes of a page) on the device, or in host memory."""
+        if not is_out:
+            return self._pages
         if self._host_pages is None:
-            is_pinned = self._pages.device.type != "cpu"
-            shape = (self.host_pool.num_blocks, self.page_size)
-            self._host_pages = torch.empty(shape, dtype=torch.uint8, pin_memory=is_pinned)
+            shape = self.num_host_blocks, self.page_size
+            is_pinned = self.device.type != "cpu"
+            host = torch.device("cpu")
+            pages = torch.empty(shape, dtype=torch.uint8, pin_memory=True) if is_pinned else _empty(*shape, host)
+            self._host_pages = pages
         return self._host_pages
+
+    def close(self) -> None:
+        """Give all memory back; what lay in pages is gone."""
+        self._pages, self._host_pages = self._pages.new_empty(0), None
+
+    def gather(self, name: str, tensors: Sequence[PagedTensors | None]) -> Gather | None:
+        """A way to read all of them at once; None where some are not in pages here, or are of another kind."""
+        indices = [None if each is None else each.token_index(name) for each in tensors]
+        kinds = {(span.shape[1], span.dtype) for each in tensors if each and (span := each.spans.get(name))}
+        found = [index for index in indices if index is not None]
+        if len(found) < len(indices) or len(kinds) != 1:
+            return None
+        ((channels, dtype),) = kinds
+        return Gather(self._pages.view(dtype).view(-1, channels), torch.cat(found))
+
+
+def _empty(num_blocks: int, page_size: int, device: torch.device) -> torch.Tensor:
+    """Memory that nobody has touched, even where torch was told to fill new tensors."""
+    storage = torch.UntypedStorage(num_blocks * page_size, device=device)
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage).view(num_blocks, page_size)

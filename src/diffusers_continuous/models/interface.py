@@ -123,6 +123,14 @@ class StepModel(Protocol):
         """Bring rows to where the model is now, before their first step: it may have moved while they waited."""
         ...
 
+    def state_bytes(self, row: Row) -> list[list[int]]:
+        """Bytes of the tensors that the row keeps between its steps, in each of its stages."""
+        ...
+
+    def example_row(self, num_tokens: int) -> Row:
+        """A row of at most so many tokens, ready to be denoised, of no request that anybody made."""
+        ...
+
     def denoise_step(self, batch: InputBatch) -> list[torch.Tensor]:
         """Guided noise prediction of every row: (image tokens, channels) each. Changes no row."""
         ...
@@ -140,7 +148,7 @@ class StepModel(Protocol):
         ...
 
     def moment(self, row: Row) -> Any:
-        """What `preview` needs to draw the row as it stands now; costs nothing."""
+        """What `preview` needs to draw the row as it stands now; costs a copy of its latents."""
         ...
 
     def preview(self, moment: Any) -> Any:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,8 +22,9 @@ from ..attention import AttentionBackend
 from ..config import ContinuousBatchingConfig
 from ..decode import LatentPreview, PiDStage, decode_latents
 from ..errors import FLOAT16_ADVICE, EngineStoppedError, RequestError, UnsupportedModelError
+from ..futures import RequestFuture
 from ..hooks import model_offload_hook
-from ..request import RequestState, Row, TextEmbeds
+from ..request import RequestState, Row, SamplingParams, TextEmbeds
 from .qwen_image_transformer import (
     Packed,
     can_merge,
@@ -213,7 +216,7 @@ class QwenImageStepModel:
         text = row.negative_text if is_negative else row.text
         assert text is not None
         grid = (1, row.request.params.height // 16, row.request.params.width // 16)
-        key = (grid, text.width, text.positions, row.latents.device)
+        key = (grid, text.width, text.positions, row.noise_scheduler.timesteps.device)
         if key not in self._rotary:
             image, words = self._pipe.transformer.pos_embed([grid], max_txt_seq_len=text.width, device=key[-1])
             if text.positions is not None:
@@ -232,8 +235,7 @@ class QwenImageStepModel:
             raise UnsupportedModelError(FLOAT16_ADVICE)
         device = self.device
         for row in rows:
-            # Its own dtype when it was submitted: the encoder's for a prompt, the transformer's for given embeddings.
-            dtype = self._pipe.transformer.dtype if row.prompt is None else self._pipe.text_encoder.dtype
+            dtype = self._dtype_of(row)
             if (row.latents.device, row.latents.dtype) == (device, dtype):
                 continue
             row.latents = row.latents.to(device, dtype)
@@ -242,6 +244,38 @@ class QwenImageStepModel:
                 text = getattr(row, name)
                 if text is not None:
                     setattr(row, name, replace(text, embeds=text.embeds.to(device, dtype)))
+
+    def _dtype_of(self, row: Row) -> torch.dtype:
+        """Its own when it was submitted: the encoder's for a prompt, the transformer's for given embeddings."""
+        dtype: torch.dtype = self._pipe.transformer.dtype if row.prompt is None else self._pipe.text_encoder.dtype
+        return dtype
+
+    def state_bytes(self, row: Row) -> list[list[int]]:
+        """Latents and texts, then, with PiD, latents and its picture."""
+        pipe, params, size = self._pipe, row.request.params, self._dtype_of(row).itemsize
+        config = pipe.transformer.config
+        latents = row.num_image_tokens * config.in_channels * size
+        stages = [[latents, *(tokens * config.joint_attention_dim * size for tokens in row.text_tokens)]]
+        if params.decoder == "pid" and params.output_type != "latent":
+            scale = pipe.decoder.transformer.spatial_scale
+            sides = (side // pipe.vae_scale_factor * scale for side in (params.height, params.width))
+            stages.append([latents, 3 * math.prod(sides) * torch.float32.itemsize])
+        return stages
+
+    def example_row(self, num_tokens: int) -> Row:
+        """A square picture of noise that is all 0, and one token of text."""
+        side = max(1, math.isqrt(num_tokens - 1))
+        params = SamplingParams(16 * side, 16 * side, 1, 1.0, False)
+        config, tensor = self._pipe.transformer.config, {"device": self.device, "dtype": self._pipe.transformer.dtype}
+        return Row(
+            request=RequestState("example", params, RequestFuture()),
+            index=0,
+            num_image_tokens=side**2,
+            latents=torch.zeros(side**2, config.in_channels, **tensor),
+            noise_scheduler=SimpleNamespace(timesteps=torch.zeros(1, device=self.device)),
+            num_steps=1,
+            text=TextEmbeds(torch.zeros(1, config.joint_attention_dim, **tensor), 1),
+        )
 
     def denoise_step(self, batch: InputBatch) -> list[torch.Tensor]:
         """Guided noise prediction of each row: (image tokens, channels)."""
@@ -324,7 +358,7 @@ class QwenImageStepModel:
         return self._pipe.image_processor.postprocess(images, output_type=state.params.output_type)
 
     def moment(self, row: Row) -> Moment:
-        """The row's latents and last prediction, as they stand now."""
+        """Copies of the row's latents and last prediction, as they stand now."""
         sigmas = getattr(row.noise_scheduler, "sigmas", None)
         params = row.request.params
         return Moment(row.latents, row.noise_pred, sigmas, row.step, params.height, params.width)
@@ -335,7 +369,8 @@ class QwenImageStepModel:
             self._make_room(self._pipe.vae)
         latents = moment.latents
         if moment.noise_pred is not None and moment.sigmas is not None:
-            latents = latents - moment.sigmas[moment.step].to(latents.device) * moment.noise_pred
+            sigma = moment.sigmas[moment.step].to(latents.device)
+            latents = latents - sigma * moment.noise_pred.to(latents.device)
         return self._preview.render(self._pipe, latents, moment.height, moment.width)
 
 

@@ -1,0 +1,47 @@
+"""How much memory a device has for pages. Knows devices and bytes, nothing of rows."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+
+import torch
+
+# Most of a CPU's pool, and all of it where the machine does not tell how much memory it has. Address space beyond what
+# the machine has, though nothing is in it, would make `fork` fail.
+CPU_BYTES = 4 * 2**30
+# However little memory is left, the pool gets so much: without one nothing could run. PiD's largest picture fits.
+LEAST_BYTES = 256 * 2**20
+
+
+def pool_bytes(device: torch.device, max_memory_percent: float, work: Callable[[], None]) -> int:
+    """What the pool may take: a part of what is free, less what `work()`, the largest step, needs beside it.
+
+    On a CPU, whose memory is taken only as it is used, a part of what the machine has, at most `CPU_BYTES`; `work` is
+    not run.
+    """
+    if device.type == "cpu":
+        return min(CPU_BYTES, int(max_memory_percent * _machine_bytes()))
+    needed = _peak_bytes(device, work)
+    free, _ = torch.get_device_module(device).mem_get_info(device)
+    return max(LEAST_BYTES, int(max_memory_percent * free) - needed)
+
+
+def _machine_bytes() -> int:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return CPU_BYTES
+
+
+def _peak_bytes(device: torch.device, work: Callable[[], None]) -> int:
+    """Bytes that `work()` allocates at most at one time; so far as it gets, where there is not enough."""
+    module = torch.get_device_module(device)
+    before = module.memory_allocated(device)
+    module.reset_peak_memory_stats(device)
+    with contextlib.suppress(torch.OutOfMemoryError):
+        work()
+    peak: int = module.max_memory_allocated(device) - before
+    module.empty_cache()
+    return peak

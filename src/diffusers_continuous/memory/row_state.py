@@ -1,0 +1,145 @@
+"""What happens to a row when its pages move: its tensors go into them, and what it keeps beside them goes along.
+
+Knows rows and their tensors; who moves, and where to, is settled in the ledger.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from diffusers.schedulers.scheduling_utils import SchedulerMixin
+
+from ..request import Row, Stage, TextEmbeds
+from .block_pool import Move, Where
+from .host_swap import HostSwap, PagedTensors
+
+TEXTS = ("text", "negative_text")
+
+
+class PagedText(TextEmbeds):
+    """A prompt's tokens in their row's pages."""
+
+    __slots__ = ("_name", "_num_tokens", "_pages")
+    _name: str
+    _num_tokens: int
+    _pages: PagedTensors
+
+    def __init__(self, pages: PagedTensors, name: str, text: TextEmbeds) -> None:
+        values = {"width": text.width, "positions": text.positions, "_num_tokens": text.num_tokens}
+        for field, value in {**values, "_pages": pages, "_name": name}.items():
+            object.__setattr__(self, field, value)
+
+    @property
+    def embeds(self) -> torch.Tensor:
+        """(tokens, joint_attention_dim), as they lie in the pages."""
+        return self._pages.look_at(self._name)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of valid tokens."""
+        return self._num_tokens
+
+
+class RowMover:
+    """Carries out moves of rows.
+
+    Attributes:
+        swapped_out_bytes, swapped_in_bytes: What has moved so far, with what goes along beside the pages.
+    """
+
+    def __init__(self, swap: HostSwap) -> None:
+        self.swap = swap
+        self.swapped_out_bytes = self.swapped_in_bytes = 0
+        self._away: dict[Row, list[torch.Tensor]] = {}  # what went along, as it lies in host memory now
+
+    def carry_out(self, moves: Sequence[Move]) -> None:
+        """Do what the ledger has written down, in its order."""
+        steps = {Where.DEVICE: self._bring_in, Where.HOST: self._send_out}
+        for move in moves:
+            if move.where is Where.NOWHERE:
+                self._leave(move.owner)
+            else:
+                steps[move.where](move.owner, move.blocks)
+
+    def _bring_in(self, row: Row, blocks: tuple[int, ...]) -> None:
+        if row.pages is not None:
+            self.swapped_in_bytes += row.pages.swap_in(blocks)
+            self._bring_along(row)
+            return
+        pages = PagedTensors(self.swap)
+        pages.put("latents", row.latents)
+        pages.enter(blocks)
+        row.pages = pages
+        del vars(row)["latents"]
+
+    def _send_out(self, row: Row, blocks: tuple[int, ...]) -> None:
+        assert row.pages is not None
+        row.step_cache.clear()
+        self.swapped_out_bytes += row.pages.swap_out(blocks)
+        self._away[row] = []
+        replace_tensors(row, lambda tensor: self._take_along(row, tensor))
+
+    def _take_along(self, row: Row, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device.type == "cpu":
+            return tensor
+        away = tensor.cpu()
+        self._away[row].append(away)
+        self.swapped_out_bytes += away.nbytes
+        return away
+
+    def _bring_along(self, row: Row) -> None:
+        away = self._away.pop(row)
+        self.swapped_in_bytes += sum(tensor.nbytes for tensor in away)
+        ids = set(map(id, away))
+        replace_tensors(row, lambda tensor: tensor.to(self.swap.device) if id(tensor) in ids else tensor)
+
+    def _leave(self, row: Row) -> None:
+        """Its latents are the result; a row that has not ended will need its texts too."""
+        self._away.pop(row, None)
+        pages = row.pages
+        if pages is None:
+            return
+        if row.stage is not Stage.DONE and row.request.status.is_ending:
+            pages.drop(*pages.spans)
+        pages.leave()
+        if "latents" in pages:
+            vars(row)["latents"] = pages.get("latents")  # before the pages go: another thread may be reading
+            row.pages = None
+        for name in TEXTS:
+            text = getattr(row, name)
+            if isinstance(text, PagedText) and name in pages:
+                setattr(row, name, TextEmbeds(text.embeds, text.width, text.positions))
+
+
+def keep_texts(row: Row) -> None:
+    """Put the row's texts into its pages, if it has some and they are not there."""
+    for name in TEXTS:
+        text = getattr(row, name)
+        if row.pages is not None and text is not None and not isinstance(text, PagedText):
+            row.pages.put(name, text.embeds)
+            setattr(row, name, PagedText(row.pages, name, text))
+
+
+def replace_tensors(row: Row, replacement: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Exchange every tensor that a row keeps beside its pages: its noise scheduler's, its decoder's, its prediction."""
+    _replaced(row.noise_scheduler, replacement)
+    row.decode_state = _replaced(row.decode_state, replacement)
+    row.noise_pred = _replaced(row.noise_pred, replacement)
+
+
+def _replaced(value: Any, replacement: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The value with its tensors exchanged; objects that others may hold are changed in place."""
+    if isinstance(value, torch.Tensor):
+        return replacement(value)
+    if type(value) in (list, tuple):
+        return type(value)(_replaced(item, replacement) for item in value)
+    is_dataclass = dataclasses.is_dataclass(value)
+    if is_dataclass and value.__dataclass_params__.frozen:
+        names = [field.name for field in dataclasses.fields(value)]
+        return dataclasses.replace(value, **{name: _replaced(getattr(value, name), replacement) for name in names})
+    if is_dataclass or isinstance(value, SchedulerMixin):
+        vars(value).update({name: _replaced(item, replacement) for name, item in vars(value).items()})
+    return value

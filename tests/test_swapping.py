@@ -1,0 +1,285 @@
+"""Requests whose state goes to host memory and comes back: the same bits, in a pool that is much too small."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import UniPCMultistepScheduler
+
+from conftest import assert_latents_equal, assert_pictures_equal, generator
+from diffusers_continuous import ContinuousBatchingPipeline, RequestError
+from diffusers_continuous.batch import InputBatch
+from diffusers_continuous.engine import DiffusionEngine
+from diffusers_continuous.memory.row_state import replace_tensors
+from diffusers_continuous.pid import PiDScheduler
+from diffusers_continuous.request import RequestOutput, RequestState, RequestStatus
+from test_pid_engine import MAX_ABS, decode_alone, make_decoder
+
+PAGE = 4096
+SMALL = {"height": 64, "width": 64, "num_inference_steps": 5}
+FAR, NEAR = 1e6, 1e-3  # deadlines, in seconds
+
+
+def blocks_of(pipe: ContinuousBatchingPipeline, **call: Any) -> int:
+    """Pages that one picture of such a call needs at most."""
+    engine = pipe._engine or pipe.init_continuous_batching(page_size=PAGE)
+    return max(engine.runner.num_blocks_of(row) for row in pipe._make_request(**call).rows)
+
+
+def small_pool(pipe: ContinuousBatchingPipeline, num_blocks: int, scheduler_type: str = "edf", **options: Any) -> Any:
+    """A new engine that is stepped by hand. Its batches are read by page table, so who runs must be on the device."""
+    if pipe._engine is not None:
+        pipe._engine.stop()
+    options = {"page_size": PAGE, "num_blocks": num_blocks, "cpu_offload_space": 0.01, **options}
+    engine = pipe.init_continuous_batching(scheduler_type=scheduler_type, **options)
+    denoise_step = engine.runner._model.denoise_step
+
+    def checked(batch: InputBatch) -> list[torch.Tensor]:
+        assert batch.composition.gather is not None
+        assert not any(row.pages.is_out for row in batch.rows)
+        return denoise_step(batch)
+
+    engine.runner._model.denoise_step = checked
+    return engine
+
+
+def submit(pipe: ContinuousBatchingPipeline, **call: Any) -> RequestState:
+    state = pipe._make_request(**call)
+    pipe._engine.submit(state)
+    return state
+
+
+def step_until(engine: DiffusionEngine, is_reached: Any) -> None:
+    while not is_reached():
+        assert engine._step()
+        engine.scheduler.memory.check_integrity()
+
+
+def finish(engine: DiffusionEngine, *states: RequestState) -> list[RequestOutput]:
+    step_until(engine, lambda: all(state.future.final is not None for state in states))
+    outputs = [state.future.result(0) for state in states]
+    assert [output.error for output in outputs] == [None] * len(outputs)
+    return outputs
+
+
+def is_out(engine: DiffusionEngine, state: RequestState) -> bool:
+    return any(row in engine.scheduler.memory.host.owners for row in state.rows)
+
+
+def use(pipe: ContinuousBatchingPipeline, name: str) -> None:
+    if name == "unipc":
+        pipe.scheduler = UniPCMultistepScheduler(
+            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=2.0, solver_order=2
+        )
+
+
+@pytest.mark.parametrize("noise_scheduler", ["euler", "unipc"])
+def test_a_request_that_was_out_after_any_step_has_the_same_bits(make_pipe, noise_scheduler):
+    pipe = make_pipe()
+    use(pipe, noise_scheduler)
+    call = {"prompt": "a ring", "negative_prompt": " ", "true_cfg_scale": 3.0, "output_type": "latent", **SMALL}
+    other = {"prompt": "a star", "height": 64, "width": 64, "num_inference_steps": 2, "output_type": "latent"}
+    num_blocks = blocks_of(pipe, **call)
+    (alone,) = finish(pipe._engine, submit(pipe, seed=1, **call))
+    engine = small_pool(pipe, num_blocks)
+    for step in range(1, SMALL["num_inference_steps"]):
+        long = submit(pipe, seed=1, deadline_s=FAR, **call)
+        step_until(engine, lambda: long.step == step)  # noqa: B023
+        before = engine.stats().swapped_out_bytes
+        short = submit(pipe, seed=2, deadline_s=NEAR, **other)
+        assert engine._step()
+        assert (long.step, short.step, is_out(engine, long)) == (step, 1, True)
+        assert engine.stats().num_swapped_out_rows == 1
+        output, _ = finish(engine, long, short)
+        assert torch.equal(output.latents, alone.latents)
+        assert engine.stats().swapped_out_bytes - before == num_blocks * PAGE
+    stats = engine.stats()
+    assert (stats.num_used_blocks, stats.num_swapped_out_rows) == (0, 0)
+    assert stats.swapped_in_bytes == stats.swapped_out_bytes
+
+
+@pytest.mark.parametrize("algorithm", ["sde", "dpmsolver++"])
+def test_a_decode_that_was_out_after_any_step_has_the_same_bits(make_pipe, algorithm):
+    times = {} if algorithm == "sde" else {"t_list": None}
+    pipe = make_pipe(decoder=make_decoder(PiDScheduler(algorithm_type=algorithm, **times)))
+    call = {"prompt": "a cat", "height": 32, "width": 32, "num_inference_steps": 2, "output_type": "pt"}
+    other = {"prompt": "a star", "decoder": "vae", "num_inference_steps": 2, "output_type": "latent"}
+    num_blocks = blocks_of(pipe, **call)
+    (alone,) = finish(pipe._engine, submit(pipe, seed=1, **call))
+    engine = small_pool(pipe, num_blocks)
+    num_steps = submit(pipe, seed=1, **call).rows[0].num_decode_steps
+    for step in range(1, min(num_steps, 5)):
+        long = submit(pipe, seed=1, deadline_s=FAR, **call)
+        step_until(engine, lambda: long.rows[0].decode_step == step)  # noqa: B023
+        short = submit(pipe, seed=2, deadline_s=NEAR, height=32, width=32, **other)
+        while short.step < 1:
+            assert engine._step()
+        assert (long.rows[0].decode_step, is_out(engine, long)) == (step, True)
+        output, _ = finish(engine, long, short)
+        assert torch.equal(output.images, alone.images)
+        assert torch.equal(output.latents, alone.latents)
+    assert engine.stats().swapped_out_bytes > 0
+
+
+def mixed_calls(count: int) -> list[dict[str, Any]]:
+    chance = random.Random(0)
+    calls = []
+    for seed in range(count):
+        height, width = chance.choice([(64, 64), (64, 96), (96, 64), (32, 32)])
+        call = {"prompt": chance.choice(["red", "a cat", "a"]), "height": height, "width": width}
+        call |= {"num_inference_steps": chance.randint(2, 6), "seed": seed}
+        if chance.random() < 0.5:
+            call |= {"negative_prompt": " ", "true_cfg_scale": chance.choice([2.0, 5.0])}
+        calls.append(call | {"decoder": chance.choice(["vae", "vae", "vae", "pid"])})
+    return calls
+
+
+@pytest.mark.parametrize("scheduler_type", ["slo", "edf", "fcfs"])
+def test_a_pool_for_3_requests_serves_40(make_pipe, stock, scheduler_type):
+    pipe = make_pipe(decoder=make_decoder())
+    calls = mixed_calls(40)
+    engine = small_pool(pipe, 3 * max(blocks_of(pipe, **call) for call in calls), scheduler_type)
+    chance = random.Random(1)
+    states = []
+    for call in calls:
+        states.append(submit(pipe, deadline_s=chance.uniform(0, 10), output_type="pt", **call))
+        assert engine._step()
+    outputs = finish(engine, *states)
+    assert_served(pipe, stock, calls, outputs)
+    stats = engine.stats()
+    assert stats.num_by_status == {"finished": 40}
+    assert (stats.num_used_blocks, stats.num_swapped_out_rows) == (0, 0)
+    assert (stats.swapped_out_bytes > 0) == (scheduler_type != "fcfs")  # who runs makes way for nobody there
+
+
+def assert_served(pipe: Any, stock: Any, calls: list[dict[str, Any]], outputs: list[RequestOutput]) -> None:
+    for call, output in zip(calls, outputs, strict=True):
+        plain = {**call, "generator": generator(call["seed"])}
+        del plain["seed"]
+        if plain.pop("decoder") == "pid":
+            size = {"height": call["height"], "width": call["width"]}
+            assert (decode_alone(pipe, output, call["prompt"], **size) - output.images).abs().max() <= MAX_ABS
+        assert_latents_equal(output.latents, stock(**plain, output_type="latent").images)
+
+
+def test_with_no_host_memory_newcomers_wait_and_nobody_is_lost(make_pipe):
+    pipe = make_pipe()
+    call = {"prompt": "a ring", "output_type": "latent", **SMALL}
+    engine = small_pool(pipe, 2 * blocks_of(pipe, **call), cpu_offload_space=0.0)
+    states = [submit(pipe, seed=seed, deadline_s=FAR - seed, **call) for seed in range(2)]
+    assert engine._step()
+    states += [submit(pipe, seed=seed, deadline_s=NEAR, **call) for seed in range(2, 80)]
+    assert engine._step()
+    assert [state.step for state in states[:3]] == [2, 2, 0]
+    finish(engine, *states)
+    assert engine.stats().swapped_out_bytes == 0
+
+
+def test_a_picture_larger_than_the_pool_is_refused_with_the_numbers(make_pipe):
+    pipe = make_pipe()
+    call = {"prompt": "a ring", "num_inference_steps": 2}
+    needed = blocks_of(pipe, height=96, width=96, **call)
+    engine = small_pool(pipe, needed - 1)
+    with pytest.raises(RequestError, match=f"needs {needed} pages and num_blocks={needed - 1}"):
+        submit(pipe, height=96, width=96, **call)
+    finish(engine, submit(pipe, height=32, width=32, **call))
+
+
+def test_a_cancelled_request_gives_its_pages_back_wherever_they_are(make_pipe):
+    pipe = make_pipe()
+    call = {"prompt": "a ring", "output_type": "latent", **SMALL}
+    engine = small_pool(pipe, blocks_of(pipe, **call))
+    out, here = submit(pipe, deadline_s=FAR, **call), None
+    assert engine._step()
+    here = submit(pipe, deadline_s=NEAR, **call)
+    assert engine._step()
+    assert is_out(engine, out)
+    for state in (out, here):
+        assert engine.cancel(state)
+        assert state.status is RequestStatus.CANCELLED
+        engine.scheduler.memory.check_integrity()
+    assert engine.stats().num_used_blocks == engine.stats().num_swapped_out_rows == 0
+    finish(engine, submit(pipe, **call))
+
+
+def test_a_row_that_is_done_gives_its_pages_to_the_next_row_of_its_request(make_pipe, stock):
+    pipe = make_pipe()
+    call = {"prompt": "a ring", "num_images_per_prompt": 3, **SMALL}
+    engine = small_pool(pipe, blocks_of(pipe, **call), "fcfs")
+    (output,) = finish(engine, submit(pipe, generator=generator(3), output_type="latent", **call))
+    assert_latents_equal(output.images, stock(generator=generator(3), output_type="latent", **call).images)
+    (output,) = finish(engine, submit(pipe, generator=generator(3), **call))
+    for ours, theirs in zip(output.images, stock(generator=generator(3), **call).images, strict=True):
+        assert_pictures_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("scheduler_type", ["fcfs", "edf"])
+def test_a_call_whose_callback_waits_for_another_picture_makes_way_for_it(make_pipe, stock, scheduler_type):
+    pipe = make_pipe()
+    call = {"prompt": "a ring", "output_type": "latent", **SMALL}
+    engine = small_pool(pipe, blocks_of(pipe, **call), scheduler_type)
+    engine.start()
+    stream = pipe.stream(seed=1, callback_on_step_end=lambda *_: {}, **call)
+    while not stream._state.is_in_callback:
+        pass
+    assert pipe("a star", **SMALL).images  # the stream's callback is not run before it is read
+    assert engine.stats().swapped_out_bytes > 0
+    *_, last = stream
+    expected = stock(generator=generator(1), **call).images
+    assert_latents_equal(last.images, expected)
+
+
+def test_a_changed_component_finds_the_waiting_rows_outside_the_pool(make_pipe):
+    pipe = make_pipe(fresh=True)
+    call = {"prompt": "a ring", "output_type": "latent", **SMALL}
+    engine = small_pool(pipe, blocks_of(pipe, **call))
+    state = submit(pipe, seed=1, **call)
+    memory = engine.scheduler.memory
+    engine.scheduler.schedule(0.0)
+    engine.runner.move(memory.take_moves())
+    engine.runner.move(())  # nothing to do
+    assert memory.device.num_used
+    engine._reset()
+    assert engine.scheduler.memory.device.num_used == 0
+    (output,) = finish(engine, state)
+    (again,) = finish(engine, submit(pipe, seed=1, **call))
+    assert torch.equal(output.latents, again.latents)
+
+
+def test_everything_that_a_row_keeps_beside_its_pages_goes_along(make_pipe):
+    teacher = make_decoder(PiDScheduler(algorithm_type="dpmsolver++", t_list=None))
+    pipe = make_pipe(decoder=teacher)
+    use(pipe, "unipc")
+    engine = small_pool(pipe, 10**4)
+    call = {"prompt": "a cat", "height": 32, "width": 32, "num_inference_steps": 4}
+    state = submit(pipe, **call)
+    (row,) = state.rows
+    step_until(engine, lambda: row.decode_step == 2)
+    moved: list[torch.Tensor] = []
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        moved.append(tensor.clone())
+        return moved[-1]
+
+    replace_tensors(row, move)
+    pid = row.decode_state
+    kept = [row.noise_pred, pid.sigma, pid.prompt_embeds, pid.features.trunk, *(pid.features.heads or ())]
+    for solver in (row.noise_scheduler, pid.noise_scheduler._solver):
+        kept += [solver.sigmas, solver.timesteps, *(each for each in solver.model_outputs if each is not None)]
+    kept.append(row.noise_scheduler.last_sample)
+    assert {id(tensor) for tensor in kept} <= {id(tensor) for tensor in moved}
+    assert not any(np.shares_memory(t.numpy(), pid.sample.numpy()) for t in moved)  # that one is in the pages
+    finish(engine, state)
+
+
+def test_the_probe_of_the_largest_step_runs(make_pipe):
+    pipe = make_pipe(max_batch_tokens=64)
+    runner, sizes = pipe._engine.runner, []
+    denoise_step = runner._model.denoise_step
+    runner._model.denoise_step = lambda batch: sizes.append(batch.num_tokens) or denoise_step(batch)
+    runner.warm_up()
+    assert 40 < sizes[0] <= 64
