@@ -233,7 +233,7 @@ def test_decisions_are_made_at_the_ends_of_chunks():
 def test_automatic_chunks_keep_deciding_below_one_percent():
     machine = Machine("edf", steps_per_chunk="auto")
     machine.add("a", 50, deadline_s=100.0)
-    ticks = itertools.count(0, 0.03)  # a decision takes 30 ms, a step 1,000
+    ticks = itertools.count(0, 0.029)  # a decision takes 29 ms, a step 1,000
     machine.scheduler.timer = lambda: next(ticks)
     machine.run(40)
     assert machine.scheduler._num_chunk_steps() == 3
@@ -301,3 +301,16 @@ def test_random_arrivals_and_cancels_leave_nothing_behind(policy, seed):
     machine.run()
     assert not scheduler.has_requests()
     assert set(alive) <= set(machine.ended)
+
+
+def test_a_choice_is_made_again_when_something_happens_and_seldom_otherwise():
+    machine = Machine("slo")
+    for number in range(20):
+        machine.add(f"long{number}", 40, deadline_s=1000.0 + number)
+    calls = itertools.count()
+    machine.scheduler.timer = lambda: float(next(calls))  # asked before and after each decision
+    assert machine.run(33) == " ".join(["long0"] * 33)
+    assert next(calls) / 2 <= 6
+    machine.add("short", 2, deadline_s=5.0)
+    assert machine.run(3) == "short short long0"
+    assert machine.run(8) == " ".join(["long0"] * 6 + ["long1"] * 2)

@@ -41,6 +41,8 @@ MAX_ENCODED_AHEAD = 16
 MAX_SHARE = 0.8
 # What is late anyway goes last; still, one chunk in so many belongs to the oldest of it, however full we are.
 AGEING_CHUNKS = 128
+# A choice that nothing has happened to is made again after so many chunks.
+MAX_SETTLED = 8
 # Changes of the batch that are foreseen one by one; what comes later is added up.
 MAX_FORESEEN = 64
 # `steps_per_chunk="auto"`: deciding takes at most this part of the time, with chunks of at most so many steps.
@@ -87,6 +89,9 @@ class StepScheduler:
     _is_draining: bool = False
     _phase_since: float | None = None
     _chunk_left: int = 0
+    _plan_left: int = 0
+    _planned_for: tuple[object, ...] = ()
+    _num_changes: int = 0
     _decision_ms: float = 0.0
     _costs_version: int = 0
     _has_guessed: bool = False
@@ -139,6 +144,7 @@ class StepScheduler:
         row.remaining_ms = self.cost_model.remaining_ms(row)
 
     def _enqueue(self, leader: Row) -> None:
+        self._num_changes += 1
         self._next_late_s = min(self._next_late_s, _latest_start_s(leader))
         bisect.insort(self.waiting, leader, key=self._policy.key)
 
@@ -149,6 +155,7 @@ class StepScheduler:
         for row in state.rows:
             self.memory.release(row)
         self._chunk_left = 0
+        self._num_changes += 1
 
     def check_pages(self, state: RequestState) -> None:
         """Refuse what could never have all of its pages.
@@ -199,7 +206,7 @@ class StepScheduler:
         """
         if self.cost_model.version != self._costs_version:
             self._follow_cost_model()
-        hopeless = () if self._is_in_chunk else self._next_chunk(now)
+        hopeless = () if self._is_in_chunk or self._is_settled(now) else self._next_chunk(now)
         output = SchedulerOutput(
             encode=tuple(row for row in self.running if row.stage is Stage.ENCODE and not row.is_encoded),
             decode=self._next_decodes(),
@@ -215,6 +222,22 @@ class StepScheduler:
         """True while it is settled who runs."""
         return self._chunk_left > 0 and not all(row.request.is_in_callback for row in self.running)
 
+    def _is_settled(self, now: float) -> bool:
+        """True while the last choice would be made again: nobody came or went, and steps take what was predicted.
+
+        A choice among a thousand takes longer than all else between two steps. Since predictions are never quite
+        right, it is made again after a while all the same.
+        """
+        can_wait = self._policy.is_preemptive and self.config.on_hopeless != "fail" and not self.decoding
+        can_wait = can_wait and (self._ageing_due_s is None or now < self._ageing_due_s)
+        callbacks = tuple(row.request.is_in_callback for row in self.running)
+        circumstances = self._num_changes, self.is_holding, self._costs_version, callbacks
+        self._plan_left -= 1
+        if can_wait and self._plan_left >= 0 and circumstances == self._planned_for:
+            return True
+        self._plan_left, self._planned_for = MAX_SETTLED - 1, circumstances
+        return False
+
     def _next_chunk(self, now: float) -> tuple[RequestState, ...]:
         """Settle who runs in the next steps; hands back the requests that fail for want of time."""
         start = self.timer()
@@ -223,7 +246,8 @@ class StepScheduler:
             self._choose(now)
         else:
             self._admit(now)
-        self._decision_ms += 0.1 * (1e3 * (self.timer() - start) - self._decision_ms)
+        took_ms = 1e3 * (self.timer() - start)
+        self._decision_ms = 0.9 * self._decision_ms + 0.1 * took_ms if self._decision_ms else took_ms
         self._chunk_left = self._num_chunk_steps()
         return hopeless
 
@@ -561,6 +585,7 @@ class StepScheduler:
         if row in self.running:
             self.running.remove(row)
             self._chunk_left = 0
+            self._num_changes += 1
         row.step_cache.clear()
         if row.request.params.output_type == "latent":
             row.stage = Stage.DONE
