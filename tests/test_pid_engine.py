@@ -106,7 +106,7 @@ def test_stopping_early_takes_the_noise_level_of_the_requests_own_schedule(make_
 
 def test_no_denoising_step_waits_longer_than_one_decoding_step(make_pipe):
     pipe = make_pipe(decoder=make_decoder())
-    engine = pipe.init_continuous_batching()
+    engine = pipe.init_continuous_batching(scheduler_type="fcfs")
     engine.start()
     with engine.pause():
         decoding = [

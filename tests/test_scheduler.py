@@ -38,7 +38,7 @@ def request(name, num_rows=1, tokens=64, steps=2, priority=0, callback=None, out
 
 
 def scheduler(**options):
-    return StepScheduler(ContinuousBatchingConfig(**options))
+    return StepScheduler(ContinuousBatchingConfig(**{"scheduler_type": "fcfs", **options}))
 
 
 def names(rows):

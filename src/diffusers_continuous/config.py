@@ -26,9 +26,9 @@ class ContinuousBatchingConfig:
         max_batch_tokens: Most tokens (image and text, both guidance branches) in one forward. A row that is larger
             runs alone.
         max_queue_size: Most rows that may wait; one more raises `QueueFullError`. 0 means no limit.
-        scheduler_type: The policy; with each, a lower `priority` goes first. `"fcfs"`: by arrival, and what runs stays.
-            The others choose anew at every chunk of steps. `"edf"`: by deadline. `"least_slack"`: by deadline less the
-            predicted remaining time. `"slo"`: as many requests on time as can be.
+        scheduler_type: The policy; with each, a lower `priority` goes first. `"slo"`: as many requests on time as can
+            be. `"edf"`: by deadline. `"least_slack"`: by deadline less the predicted remaining time. These three pause
+            what runs for what is more urgent. `"fcfs"`: by arrival, and what runs stays.
         steps_per_chunk: Steps between two decisions about who runs, at least 1; `"auto"` takes as many as keep
             deciding below 1 % of the time.
         slo_scale: The deadline of a request that names none, in multiples of its predicted time alone.
@@ -58,7 +58,7 @@ class ContinuousBatchingConfig:
     max_requests_per_batch: int = 32
     max_batch_tokens: int = 16384
     max_queue_size: int = 0
-    scheduler_type: str = "fcfs"
+    scheduler_type: str = "slo"
     steps_per_chunk: int | str = 1
     slo_scale: float = 3.0
     on_hopeless: str = "run_last"
