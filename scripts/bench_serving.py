@@ -257,7 +257,7 @@ def serve_engine(
 
 def simulate(workload: Workload, load: float, scheduler: str, model: StepCostModel) -> Served:
     """The same arrivals and deadlines through the simulator's machine."""
-    settings = SimpleNamespace(max_rows=16, max_tokens=16384, slo_scale=SLO_SCALE, steps_per_chunk=1)
+    settings = SimpleNamespace(max_rows=16, max_tokens=16384, slo_scale=SLO_SCALE, steps_per_chunk=1, num_blocks=None)
     engine = VirtualEngine(settings, simulate_slo.Job(scheduler, True, load, 0), model.curves)
     usual = workload.usual_s
     states = []

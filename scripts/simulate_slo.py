@@ -37,12 +37,15 @@ from typing import Any
 from diffusers_continuous.config import ContinuousBatchingConfig
 from diffusers_continuous.cost_model import Curve, Sample, StepCostModel, fit_curve, kind_of, r_squared
 from diffusers_continuous.futures import RequestFuture
+from diffusers_continuous.memory.block_pool import BlockPool, PageLedger, Where
 from diffusers_continuous.request import RequestState, Row, SamplingParams, SchedulerOutput, Stage
 from diffusers_continuous.scheduler import StepScheduler
 
 PUBLISHED = Path(__file__).with_name("published_step_times.json")
 POLICIES = ("fifo", "fcfs", "edf", "least_slack", "slo")
 NUM_TEXT_TOKENS = 32  # of each branch
+TOKENS_PER_BLOCK = 256  # of a row's image, in the pool
+NUM_HOST_BLOCKS = 2**20
 
 # (share, side in pixels, steps)
 MIXES = {
@@ -171,8 +174,11 @@ class VirtualEngine:
             steps_per_chunk=args.steps_per_chunk,
         )
         self.scheduler = StepScheduler(config, cost_model=StepCostModel(curves))
+        self.has_pool = args.num_blocks is not None
+        if self.has_pool:
+            self.scheduler.memory = PageLedger(BlockPool(args.num_blocks), BlockPool(NUM_HOST_BLOCKS))
         self.now = 0.0
-        self.num_steps = self.num_rows = 0
+        self.num_steps = self.num_rows = self.num_swaps = 0
         self.schedule_s: list[float] = []
         self.etas: dict[str, tuple[float, float]] = {}  # at half of the steps: when, and what was promised
 
@@ -181,7 +187,7 @@ class VirtualEngine:
         coming = deque(states)
         while coming or self.scheduler.has_requests():
             while coming and coming[0].metrics.arrival_s <= self.now:
-                self.scheduler.add_request(coming.popleft())
+                self.add(coming.popleft())
             start = time.perf_counter()
             output = self.scheduler.schedule(self.now)
             self.schedule_s.append(time.perf_counter() - start)
@@ -192,8 +198,16 @@ class VirtualEngine:
             for state in self.scheduler.update_from_output(output, {}):
                 state.metrics.finish_s = self.now
 
+    def add(self, state: RequestState) -> None:
+        """Hand a request in; with a pool, its rows need pages of it while they run."""
+        for row in state.rows if self.has_pool else ():
+            row.num_blocks = math.ceil(row.num_image_tokens / TOKENS_PER_BLOCK)
+        self.scheduler.check_pages(state)
+        self.scheduler.add_request(state)
+
     def execute(self, output: SchedulerOutput) -> None:
-        """Let the clock and the rows go on."""
+        """Let the clock and the rows go on. Moving pages takes no time: latents are small beside what a step reads."""
+        self.num_swaps += sum(move.where is Where.HOST for move in output.moves)
         if output.encode:
             self.now += self.truth.rows_ms("encode", output.encode) / 1e3
         for row in output.encode:
@@ -340,7 +354,8 @@ def _figures(engine: VirtualEngine, states: dict[str, RequestState]) -> dict[str
     times = sorted(engine.schedule_s)
     return {
         "mean_rows_per_step": engine.num_rows / engine.num_steps,
-        "num_preemptions": engine.scheduler.num_preemptions,
+        "num_preemptions": float(engine.scheduler.num_preemptions),
+        "num_swaps": float(engine.num_swaps),
         "schedule_ms_mean": 1e3 * statistics.fmean(times),
         "schedule_ms_p99": 1e3 * times[int(0.99 * len(times))],
         "eta_error_median": statistics.median(errors) if errors else 0.0,
@@ -445,6 +460,9 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps-per-chunk", type=int, default=1)
     parser.add_argument("--max-rows", type=int, default=32, help="most rows of a batch")
     parser.add_argument("--max-tokens", type=int, default=65536, help="most tokens of a batch")
+    parser.add_argument(
+        "--num-blocks", type=int, help=f"pages of {TOKENS_PER_BLOCK} tokens in the pool (default: enough)"
+    )
     parser.add_argument("--jobs", type=int, default=None, help="processes (default: one per core)")
     parser.add_argument("--plot", help="file for a picture of the table; needs matplotlib")
     args = parser.parse_args()

@@ -95,3 +95,13 @@ def test_bursts_are_harder_than_chance(simulator):
 def test_the_simulator_needs_no_torch():
     code = f"import sys, runpy; runpy.run_path({str(SCRIPT)!r}); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_small_pool_swaps_and_costs_no_deadline():
+    options = ("--requests", "300", "--loads", "1.0", "--policies", "slo")
+    figures = []
+    for pool in ((), ("--num-blocks", "32")):  # two pictures of 1024 x 1024
+        _, result = run_script(*options, *pool)
+        figures.append(result["results"][0])
+    assert figures[0]["num_swaps"] == 0 < figures[1]["num_swaps"]
+    assert figures[0]["attainment"] == figures[1]["attainment"]
