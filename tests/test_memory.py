@@ -241,6 +241,8 @@ def test_a_pool_on_a_cpu_is_a_part_of_the_machine_and_takes_nothing_before_it_is
     for machine, expected in ((2**30, 2**29), (2**40, budget.CPU_BYTES)):
         monkeypatch.setattr(budget, "_machine_bytes", lambda machine=machine: machine)
         assert budget.pool_bytes(CPU, 0.5, work) == expected
+    monkeypatch.setattr(budget, "_machine_bytes", lambda: 2**32)
+    assert budget.pool_bytes(CPU, 0.5, work, reserved_bytes=2**30) == 2**30
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     torch.use_deterministic_algorithms(True)  # which fills new tensors
     try:

@@ -11,6 +11,7 @@ import torch
 from diffusers import FirstBlockCacheConfig, QwenImagePipeline
 
 from conftest import assert_latents_equal, generator, load_stock
+from diffusers_continuous.batch import InputBatch
 from diffusers_continuous.errors import ConfigError
 from diffusers_continuous.models.step_cache import BranchCache
 
@@ -83,3 +84,40 @@ def test_what_is_kept_goes_with_the_row(make_pipe):
 def test_a_threshold_that_makes_no_sense_is_refused(make_pipe, value):
     with pytest.raises(ConfigError, match="step_cache_threshold"):
         make_pipe(step_cache_threshold=value)
+
+
+def test_what_is_kept_goes_first_when_memory_runs_out(make_pipe):
+    pipe = make_pipe(step_cache_threshold=THRESHOLD)
+    engine = pipe._engine
+    model, sizes = engine.runner._model, []
+    denoise_step = model.denoise_step
+
+    def no_room_for_caches(batch: InputBatch) -> list[torch.Tensor]:
+        kept = sum(cache.num_bytes for row in batch.rows for cache in row.step_cache.values())
+        sizes.append((len(batch.rows), kept > 0))
+        if len(sizes) > 4 and kept:
+            raise torch.OutOfMemoryError("no room")
+        return denoise_step(batch)
+
+    model.denoise_step = no_room_for_caches
+    call = {**arguments(CALLS[3], 0), "num_inference_steps": 6, "generator": None}
+    outputs = pipe.generate_batch([{**call, "seed": seed} for seed in range(3)])
+    assert all(output.error is None for output in outputs.values())
+    assert sizes[4:8] == [(3, True), (3, False), (3, True), (3, False)]  # nobody had to leave the batch
+    assert engine.stats().max_batch_tokens == engine.scheduler.config.max_batch_tokens
+
+
+def test_a_paused_row_keeps_nothing(make_pipe):
+    pipe = make_pipe(step_cache_threshold=THRESHOLD, scheduler_type="edf", max_requests_per_batch=1)
+    engine = pipe._engine
+    call = {**arguments(CALLS[3], 0), "generator": None}
+    paused, urgent = (pipe._make_request(**call, seed=seed, deadline_s=limit) for seed, limit in ((1, 1e6), (2, 1.0)))
+    engine.submit(paused)
+    while paused.rows[0].step < 3:
+        engine._step()
+    assert paused.rows[0].step_cache
+    engine.submit(urgent)
+    engine._step()
+    assert (paused.rows[0].step, urgent.rows[0].step) == (3, 1)
+    assert not paused.rows[0].step_cache
+    assert urgent.rows[0].step_cache

@@ -145,7 +145,9 @@ class DiffusionModelRunner:
         config = self._config
         num_blocks = config.num_blocks
         if num_blocks is None:
-            num_blocks = pool_bytes(self._device, config.max_memory_percent, self.warm_up) // config.page_size
+            caches = self._model.step_cache_bytes(config.max_batch_tokens) if config.step_cache_threshold else 0
+            num_bytes = pool_bytes(self._device, config.max_memory_percent, self.warm_up, caches)
+            num_blocks = num_bytes // config.page_size
         num_host_blocks = int(config.cpu_offload_space * 2**30) // config.page_size
         return HostSwap(config.page_size, self._device, num_blocks, num_host_blocks)
 
@@ -256,7 +258,8 @@ class DiffusionModelRunner:
             raise
         except Exception as error:
             self._compositions.clear()
-            if len(rows) == 1:
+            has_step_caches = _is_out_of_memory(error) and any(row.step_cache for row in rows)
+            if len(rows) == 1 and not has_step_caches:
                 errors[rows[0]] = _failure(rows[0], stage, str(error) or type(error).__name__, error)
                 return
             failed = error
@@ -264,14 +267,18 @@ class DiffusionModelRunner:
             return
         # Out of the handler: its traceback would keep the failed batch's tensors alive.
         self._stats.num_batch_retries += 1
-        half = (len(rows) + 1) // 2 if _is_out_of_memory(failed) else 1
-        if stage is Stage.DENOISE and _is_out_of_memory(failed):
-            num_tokens = sum(row.num_tokens for row in rows[:half])
+        part = (len(rows) + 1) // 2 if _is_out_of_memory(failed) else 1
+        if has_step_caches:  # what can be thrown away goes first
+            for row in rows:
+                row.step_cache.clear()
+            part = len(rows)
+        elif stage is Stage.DENOISE and _is_out_of_memory(failed):
+            num_tokens = sum(row.num_tokens for row in rows[:part])
             self._token_limit = min(num_tokens, self._token_limit or num_tokens)
         del failed
         self._empty_cache()
-        for start in range(0, len(rows), half):
-            self._isolating(stage, rows[start : start + half], work, errors)
+        for start in range(0, len(rows), part):
+            self._isolating(stage, rows[start : start + part], work, errors)
 
     # ------------------------------------------------------------------ device
 

@@ -425,6 +425,8 @@ class StepScheduler:
 
     def _pause(self, leader: Row, now: float) -> None:
         self.num_preemptions += 1
+        for row in _gang(leader):
+            row.step_cache.clear()  # or all that wait would keep as much as all that run
         if self._is_late(leader, now):
             bisect.insort(self.late, leader, key=_by_length)
         else:

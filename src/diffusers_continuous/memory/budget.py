@@ -15,17 +15,21 @@ CPU_BYTES = 4 * 2**30
 LEAST_BYTES = 256 * 2**20
 
 
-def pool_bytes(device: torch.device, max_memory_percent: float, work: Callable[[], None]) -> int:
+def pool_bytes(
+    device: torch.device, max_memory_percent: float, work: Callable[[], None], reserved_bytes: int = 0
+) -> int:
     """What the pool may take: a part of what is free, less what `work()`, the largest step, needs beside it.
+
+    `reserved_bytes` are for what the rows of a batch keep outside of the pool.
 
     On a CPU, whose memory is taken only as it is used, a part of what the machine has, at most `CPU_BYTES`; `work` is
     not run.
     """
     if device.type == "cpu":
-        return min(CPU_BYTES, int(max_memory_percent * _machine_bytes()))
+        return min(CPU_BYTES, max(LEAST_BYTES, int(max_memory_percent * _machine_bytes()) - reserved_bytes))
     needed = _peak_bytes(device, work)
     free, _ = torch.get_device_module(device).mem_get_info(device)
-    return max(LEAST_BYTES, int(max_memory_percent * free) - needed)
+    return max(LEAST_BYTES, int(max_memory_percent * free) - needed - reserved_bytes)
 
 
 def _machine_bytes() -> int:

@@ -127,6 +127,10 @@ class StepModel(Protocol):
         """Bytes of the tensors that the row keeps between its steps, in each of its stages."""
         ...
 
+    def step_cache_bytes(self, num_tokens: int) -> int:
+        """The most bytes that the step caches of a batch of so many tokens take."""
+        ...
+
     def example_row(self, num_tokens: int) -> Row:
         """A row of at most so many tokens, ready to be denoised, of no request that anybody made."""
         ...

@@ -262,6 +262,11 @@ class QwenImageStepModel:
             stages.append([latents, 3 * math.prod(sides) * torch.float32.itemsize])
         return stages
 
+    def step_cache_bytes(self, num_tokens: int) -> int:
+        """Of what the first block added and of what the others did."""
+        transformer = self._pipe.transformer
+        return int(2 * num_tokens * transformer.inner_dim * transformer.dtype.itemsize)
+
     def example_row(self, num_tokens: int) -> Row:
         """A square picture of noise that is all 0, and one token of text."""
         side = max(1, math.isqrt(num_tokens - 1))
