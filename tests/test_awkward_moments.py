@@ -258,6 +258,20 @@ def test_an_unread_stream_with_a_callback_blocks_nothing_for_ever(pipe):
     assert isinstance(stopped[-1].error, EngineStoppedError)
 
 
+def test_stop_does_not_wait_for_a_callback_whose_thread_has_ended(pipe):
+    streams = []
+
+    def leave():
+        streams.append(pipe.stream("a ring", callback_on_step_end=lambda *_: {}, **SMALL))
+        while not streams[0]._state.is_in_callback:
+            threading.Event().wait(0.001)
+
+    in_thread(leave).outcome()
+    stopping = in_thread(pipe._engine.stop)  # in another thread, so it has another identity
+    stopping.outcome()
+    assert isinstance(list(streams[0])[-1].error, EngineStoppedError)
+
+
 # ---------------------------------------------------------------------- pausing and stopping
 
 

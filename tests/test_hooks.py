@@ -618,7 +618,8 @@ def test_rows_of_different_lora_scale_run_in_separate_forwards(make_pipe, lora_f
         return original(*args, **kwargs)
 
     monkeypatch.setattr(qwen_image_transformer, "_packed_transformer", spy)
-    engine = pipe._running_engine()
+    engine = pipe.init_continuous_batching(scheduler_type="fcfs")  # all rows are in every step
+    engine.start()
     with engine.pause():
         names = [engine.add_request(**call, generator=generator(0), output_type="latent") for call in calls]
     for name, want in zip(names, expected, strict=True):

@@ -109,7 +109,7 @@ class DiffusionEngine:
             if self._is_hard_stop:
                 self._fail_all("the engine was stopped before this request finished")
             elif block and not self._is_mine():
-                self._fail_own_due_callbacks()
+                self._fail_callbacks_of_nobody()
             self._condition.notify_all()
         if self._thread is None:
             self._close()
@@ -118,11 +118,12 @@ class DiffusionEngine:
             if self._thread.is_alive():
                 self.stop(block=False, hard_stop=True)
 
-    def _fail_own_due_callbacks(self) -> None:
-        """Requests whose callback is due in the very thread that is about to wait: nobody else would ever run it."""
-        me = threading.get_ident()
+    def _fail_callbacks_of_nobody(self) -> None:
+        """Requests whose callback is due in a thread that has ended, or that is about to wait for them."""
+        me = threading.current_thread()
         for state in list(self._active.values()):
-            if state.is_in_callback and state.caller_thread == me:
+            caller = state.caller_thread
+            if state.is_in_callback and caller is not None and (caller is me or not caller.is_alive()):
                 error = EngineStoppedError("the thread whose turn it was to run the callback stopped the engine")
                 self._end(state, RequestStatus.FAILED, error)
 
@@ -203,8 +204,8 @@ class DiffusionEngine:
             raise RuntimeError(
                 "requests are under way and this thread holds pause(): leave it, so that they can finish"
             )
-        me = threading.get_ident()
-        if any(state.is_in_callback and state.caller_thread == me for state in self._active.values()):
+        me = threading.current_thread()
+        if any(state.is_in_callback and state.caller_thread is me for state in self._active.values()):
             raise RuntimeError("a stream of this thread waits for its callback to be run: finish or close it first")
         return False
 
@@ -255,7 +256,7 @@ class DiffusionEngine:
             if state.request_id in self._active or state.request_id in self._unfetched:
                 raise RequestError(f"request_id={state.request_id!r} is in use by another request")
             state.metrics.arrival_s = self.clock()
-            state.caller_thread = threading.get_ident()
+            state.caller_thread = threading.current_thread()
             # Its callback's request cannot end before it, so it must not wait for that one to end.
             state.passes_hold = getattr(self._mine, "num_callbacks", 0) > 0
             self._measure(state)
@@ -476,6 +477,7 @@ class DiffusionEngine:
         assert callback is not None
 
         def run() -> Any:
+            state.caller_thread = threading.current_thread()  # a stream may be read elsewhere than it was made
             self._mine.num_callbacks = getattr(self._mine, "num_callbacks", 0) + 1
             try:
                 return callback.run(state)

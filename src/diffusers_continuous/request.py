@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import itertools
 import math
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -276,7 +277,7 @@ class RequestState:
     status: RequestStatus = RequestStatus.WAITING
     error: BaseException | None = None
     is_in_callback: bool = False
-    caller_thread: int | None = None
+    caller_thread: threading.Thread | None = None
     passes_hold: bool = False
 
     @property
