@@ -16,6 +16,8 @@ from diffusers_continuous.config import ContinuousBatchingConfig
 from diffusers_continuous.memory import budget
 from diffusers_continuous.memory.block_pool import BlockPool, BlockPoolError, PageLedger, Where
 from diffusers_continuous.memory.host_swap import HostSwap, PagedTensors
+from diffusers_continuous.memory.row_state import PagedText
+from diffusers_continuous.request import TextEmbeds
 from diffusers_continuous.scheduler import StepScheduler
 from test_scheduler import names, request, run_step
 
@@ -250,6 +252,65 @@ def test_a_pool_on_a_cpu_is_a_part_of_the_machine_and_takes_nothing_before_it_is
     finally:
         torch.use_deterministic_algorithms(False)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 1000  # pages that were touched
+
+
+def test_only_pages_that_hold_something_are_moved():
+    swap = HostSwap(PAGE, CPU, 8, 8)
+    tensors = {"latents": torch.randn(20), "text": torch.randn(16)}
+    pages = paged(swap, (5, 6, 1, 7, 2), **tensors)  # three of them are used
+    swap.pages(is_out=True).fill_(7)
+    assert pages.swap_out((3, 4, 0, 1, 2)) == 3 * PAGE
+    assert bool((swap.pages(is_out=True)[[1, 2, 5, 6, 7]] == 7).all())
+    for move, blocks in ((pages.swap_in, (0, 2, 3, 4, 5)), (pages.swap_out, (7, 6, 5, 4, 3)), (pages.leave, None)):
+        if blocks:
+            assert move(blocks) == 3 * PAGE
+        else:
+            move()
+        assert all(torch.equal(pages.get(name), tensor) for name, tensor in tensors.items())
+
+
+def test_a_pool_that_was_made_in_inference_mode_can_be_written_outside_of_it():
+    with torch.inference_mode():
+        swap = HostSwap(PAGE, CPU, 4, 4)
+        swap.pages(is_out=True)
+    for blocks in ((3, 0, 2), (0, 1, 2)):
+        latents = torch.randn(40)
+        with torch.inference_mode():
+            pages = paged(swap, blocks, latents=latents)
+            assert torch.equal(pages.get("latents"), latents)
+        pages.put("latents", latents + 1)
+        pages.swap_out((1, 0, 3))
+        pages.put("latents", latents + 2)
+        pages.swap_in(blocks)
+        assert torch.equal(pages.get("latents"), latents + 2)
+
+
+def test_the_history_of_a_tensor_stays_outside_the_pool():
+    pages = PagedTensors(HostSwap(PAGE, CPU, 4, 4))
+    given = 2 * torch.ones(20, requires_grad=True)
+    pages.put("latents", given)
+    assert not pages.get("latents").requires_grad
+    for blocks in ((0, 1), (3, 2)):
+        pages.enter(blocks)
+        pages.put("latents", given)
+        assert not pages.get("latents").requires_grad
+        assert torch.equal(pages.get("latents"), given.detach())
+        pages.leave()
+
+
+def test_a_text_that_somebody_reads_stays_when_its_pages_become_others():
+    text = TextEmbeds(torch.randn(2, 8), 2)
+    pages = paged(HostSwap(PAGE, CPU, 1, 1), (0,), text=text.embeds)
+    embeds = PagedText(pages, "text", text).embeds
+    pages.put("text", torch.zeros(2, 8))
+    assert torch.equal(embeds, text.embeds)
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="has pinned memory")
+def test_host_memory_that_cannot_be_pinned_is_used_all_the_same(caplog):
+    swap = HostSwap(PAGE, torch.device("meta"), 4, 2)
+    assert swap.pages(is_out=True).shape == (2, PAGE)
+    assert "no pinned host memory for 2 pages" in caplog.text
 
 
 def test_the_ledger_needs_no_torch():

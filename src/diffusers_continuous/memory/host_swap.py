@@ -9,15 +9,18 @@ devices; decides nothing: who gets pages, and who is swapped, is settled in the 
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from .block_pool import BlockPoolError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,18 +91,13 @@ class PagedTensors:
             tensor = data.view(-1)[: span.num_bytes].view(span.dtype).view(span.shape)
             return tensor.to(self._swap.device)
 
-    def look_at(self, name: str) -> torch.Tensor:
-        """`get` without a copy where that is possible: good until something is put or moved."""
-        with self._swap.lock:
-            view = None if self.is_out or name not in self._spans else self._view(name)
-            return self.get(name) if view is None else view
-
     def put(self, name: str, tensor: torch.Tensor) -> None:
         """Keep a tensor under that name, in place of the one that had it, which must have taken as many pages.
 
         Raises:
             BlockPoolError: when it does not fit into the owner's pages.
         """
+        tensor = tensor.detach()  # or the pool would get its history
         with self._swap.lock:
             if not self._blocks:
                 self._own[name] = tensor
@@ -131,10 +129,15 @@ class PagedTensors:
                 del self._spans[name]
             self._known.clear()
 
+    @property
+    def _num_used(self) -> int:
+        """Pages up to the last one that holds something."""
+        return max((span.stop for span in self._spans.values()), default=0)
+
     def _span_for(self, name: str, tensor: torch.Tensor) -> Span:
         num_blocks = self._swap.num_blocks_for(tensor.numel() * tensor.element_size())
         old = self._spans.get(name)
-        first = max((span.stop for span in self._spans.values()), default=0) if old is None else old.first
+        first = self._num_used if old is None else old.first
         is_moved = old is not None and old.num_blocks != num_blocks
         if is_moved or first + num_blocks > len(self._blocks):
             raise BlockPoolError(f"{name} takes {num_blocks} blocks from {first} on; there are {len(self._blocks)}")
@@ -147,13 +150,14 @@ class PagedTensors:
             blocks = self._blocks[span.first : span.stop]
             start = blocks[0] * self._swap.page_size if blocks else 0
             is_one_piece = blocks == tuple(range(blocks[0], blocks[0] + len(blocks))) if blocks else True
-            flat = self._swap.pages(self.is_out).view(-1)[start : start + span.num_bytes]
-            self._known["view", name] = flat.view(span.dtype).view(span.shape) if is_one_piece else None
+            with torch.inference_mode(False):  # who looks first may be in inference mode, who writes later is not
+                flat = self._swap.pages(self.is_out).view(-1)[start : start + span.num_bytes]
+                self._known["view", name] = flat.view(span.dtype).view(span.shape) if is_one_piece else None
         return self._known["view", name]
 
     def _as_pages(self, tensor: torch.Tensor, span: Span, device: torch.device) -> torch.Tensor:
         """(pages, bytes of a page), the end of the last one filled with whatever was there."""
-        data = tensor.detach().to(device).contiguous().view(-1).view(torch.uint8)
+        data = tensor.to(device).contiguous().view(-1).view(torch.uint8)
         room = span.num_blocks * self._swap.page_size
         if len(data) < room:
             padded = torch.empty(room, dtype=torch.uint8, device=device)
@@ -172,29 +176,36 @@ class PagedTensors:
                 self.put(name, tensor)
 
     def swap_out(self, blocks: tuple[int, ...]) -> int:
-        """Move the pages to those in host memory; how many bytes they are."""
+        """Move what lies in the pages to those in host memory; how many bytes that was."""
         return self._move(blocks, is_out=True)
 
     def swap_in(self, blocks: tuple[int, ...]) -> int:
-        """Move the pages back to the device; how many bytes they are."""
+        """Move it back to pages on the device; how many bytes that was."""
         return self._move(blocks, is_out=False)
 
     def leave(self) -> None:
         """Give the pages back; the tensors are the owner's own again."""
         with self._swap.lock:
-            self._own = {name: self.get(name) for name in self._spans}
+            own = {name: self.get(name) for name in self._spans}
+            self.forget()
+            self._own = own
+
+    def forget(self) -> None:
+        """Give the pages back, and everything with them."""
+        with self._swap.lock:
+            self._own.clear()
             self._spans.clear()
             self._take((), self._swap.device)
             self.is_out = False
 
     def _move(self, blocks: tuple[int, ...], is_out: bool) -> int:
+        """Copy the pages that hold something. Nothing has changed when that fails."""
         with self._swap.lock:
-            content = self._swap.pages(self.is_out).index_select(0, self._table)
-            there = self._swap.pages(is_out)
+            used = self._blocks[: self._num_used]
+            self._swap.copy(used, self.is_out, blocks, is_out)
             self.is_out = is_out
-            self._take(blocks, there.device)
-            there.index_copy_(0, self._table, content.to(there.device))
-            return content.numel()
+            self._take(blocks, self._swap.pages(is_out).device)
+            return len(used) * self._swap.page_size
 
     def _take(self, blocks: tuple[int, ...], device: torch.device) -> None:
         self._blocks = blocks
@@ -238,7 +249,7 @@ class HostSwap:
 
     Args:
         page_size: Bytes of a page, a multiple of 16, so that every dtype fits.
-        device: Where the pool lies. Host pages are pinned unless it is the CPU.
+        device: Where the pool lies. Host pages are pinned unless it is the CPU or the system refuses.
         num_blocks: Pages on the device. A CPU's take room only once they are used.
         num_host_blocks: Pages in host memory; made when first needed.
 
@@ -265,12 +276,17 @@ class HostSwap:
         if not is_out:
             return self._pages
         if self._host_pages is None:
-            shape = self.num_host_blocks, self.page_size
             is_pinned = self.device.type != "cpu"
-            host = torch.device("cpu")
-            pages = torch.empty(shape, dtype=torch.uint8, pin_memory=True) if is_pinned else _empty(*shape, host)
-            self._host_pages = pages
+            self._host_pages = _host_memory(self.num_host_blocks, self.page_size, is_pinned)
         return self._host_pages
+
+    def copy(self, blocks: Sequence[int], is_out: bool, new_blocks: Sequence[int], is_new_out: bool) -> None:
+        """Copy pages to the first of `new_blocks`, straight from place to place, as many at once as lie together."""
+        here, there = self.pages(is_out), self.pages(is_new_out)
+        for old, new in _runs(blocks, new_blocks):
+            there[new].copy_(here[old], non_blocking=True)
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).synchronize(self.device)
 
     def close(self) -> None:
         """Give all memory back; what lay in pages is gone."""
@@ -287,7 +303,30 @@ class HostSwap:
         return Gather(self._pages.view(dtype).view(-1, channels), torch.cat(found))
 
 
+def _runs(blocks: Sequence[int], new_blocks: Sequence[int]) -> Iterator[tuple[slice, slice]]:
+    """Pages that follow one another both where they are and where they go."""
+    start = 0
+    for i in range(1, len(blocks) + 1):
+        is_next = i < len(blocks) and (blocks[i], new_blocks[i]) == (blocks[i - 1] + 1, new_blocks[i - 1] + 1)
+        if not is_next:
+            yield slice(blocks[start], blocks[i - 1] + 1), slice(new_blocks[start], new_blocks[i - 1] + 1)
+            start = i
+
+
+# In inference mode, which callers may be in, tensors are made that nobody can write to afterwards outside of it.
+@torch.inference_mode(False)
 def _empty(num_blocks: int, page_size: int, device: torch.device) -> torch.Tensor:
     """Memory that nobody has touched, even where torch was told to fill new tensors."""
     storage = torch.UntypedStorage(num_blocks * page_size, device=device)
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage).view(num_blocks, page_size)
+
+
+@torch.inference_mode(False)
+def _host_memory(num_blocks: int, page_size: int, is_pinned: bool) -> torch.Tensor:
+    """Pinned if possible: that is faster, but a system may have too little of it."""
+    if is_pinned:
+        try:
+            return torch.empty(num_blocks, page_size, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:
+            logger.warning("no pinned host memory for %d pages, so swapping is slower: %s", num_blocks, error)
+    return _empty(num_blocks, page_size, torch.device("cpu"))

@@ -34,8 +34,8 @@ class PagedText(TextEmbeds):
 
     @property
     def embeds(self) -> torch.Tensor:
-        """(tokens, joint_attention_dim), as they lie in the pages."""
-        return self._pages.look_at(self._name)
+        """(tokens, joint_attention_dim); a copy, since the pages may be others' while somebody still reads."""
+        return self._pages.get(self._name)
 
     @property
     def num_tokens(self) -> int:
