@@ -121,6 +121,7 @@ def test_a_decode_that_was_out_after_any_step_has_the_same_bits(make_pipe, algor
         while short.step < 1:
             assert engine._step()
         assert (long.rows[0].decode_step, is_out(engine, long)) == (step, True)
+        assert long.rows[0].decode_state.features.heads is None  # made again where they are used
         output, _ = finish(engine, long, short)
         assert torch.equal(output.images, alone.images)
         assert torch.equal(output.latents, alone.latents)

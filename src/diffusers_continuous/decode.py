@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -128,6 +128,10 @@ class PiDState:
     noise_scheduler: PiDScheduler
     generator: torch.Generator
 
+    def drop_heads(self) -> None:
+        """Forget the largest part of the features, which can be made again wherever it is used."""
+        self.features = replace(self.features, heads=None)
+
 
 class PiDStage:
     """Takes rows through `PiDDecoder`'s steps, many rows in one forward, each with its own step, noise and caption.
@@ -217,7 +221,7 @@ class PiDStage:
         return decoder.predict(
             sample,
             torch.stack(times),
-            LatentFeatures.stack([state.features for state in states]),
+            LatentFeatures.stack(_alike([state.features for state in states])),
             _join([state.sigma for state in states]),
             embeds,
             _join(negatives) if negatives else None,
@@ -237,6 +241,12 @@ class PiDStage:
         except RequestError:
             return False
         return True
+
+
+def _alike(features: Sequence[LatentFeatures]) -> list[LatentFeatures]:
+    """With heads only if all have theirs, which who was in host memory has not."""
+    has_heads = all(each.heads is not None for each in features)
+    return [each if has_heads else replace(each, heads=None) for each in features]
 
 
 def _join(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -78,6 +78,8 @@ class RowMover:
     def _send_out(self, row: Row, blocks: tuple[int, ...]) -> None:
         assert row.pages is not None
         row.step_cache.clear()
+        if row.decode_state is not None:
+            row.decode_state.drop_heads()
         self.swapped_out_bytes += row.pages.swap_out(blocks)
         self._away[row] = []
         replace_tensors(row, lambda tensor: self._take_along(row, tensor))
@@ -97,12 +99,17 @@ class RowMover:
         replace_tensors(row, lambda tensor: tensor.to(self.swap.device) if id(tensor) in ids else tensor)
 
     def _leave(self, row: Row) -> None:
-        """Its latents are the result; a row that has not ended will need its texts too."""
+        """Of a row that is done the latents stay, as its result; of one that will go on, everything; else nothing."""
+        is_done, has_failed = row.stage is Stage.DONE, row.request.status.is_ending
+        if row in self._away and not (is_done or has_failed):
+            self._bring_along(row)
         self._away.pop(row, None)
         pages = row.pages
         if pages is None:
             return
-        if row.stage is not Stage.DONE and row.request.status.is_ending:
+        if is_done:
+            pages.drop(*(name for name in pages.spans if name != "latents"))
+        elif has_failed:
             pages.drop(*pages.spans)
         pages.leave()
         if "latents" in pages:

@@ -11,7 +11,7 @@ import math
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -243,7 +243,7 @@ class QwenImageStepModel:
             for name in ("text", "negative_text"):
                 text = getattr(row, name)
                 if text is not None:
-                    setattr(row, name, replace(text, embeds=text.embeds.to(device, dtype)))
+                    setattr(row, name, TextEmbeds(text.embeds.to(device, dtype), text.width, text.positions))
 
     def _dtype_of(self, row: Row) -> torch.dtype:
         """Its own when it was submitted: the encoder's for a prompt, the transformer's for given embeddings."""
