@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -244,7 +245,7 @@ def test_a_pool_on_a_cpu_is_a_part_of_the_machine_and_takes_nothing_before_it_is
         monkeypatch.setattr(budget, "_machine_bytes", lambda machine=machine: machine)
         assert budget.pool_bytes(CPU, 0.5, work) == expected
     monkeypatch.setattr(budget, "_machine_bytes", lambda: 2**32)
-    assert budget.pool_bytes(CPU, 0.5, work, reserved_bytes=2**30) == 2**30
+    assert budget.pool_bytes(CPU, 0.5, work, reserved_bytes=2**30) == 3 * 2**29
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     torch.use_deterministic_algorithms(True)  # which fills new tensors
     try:
@@ -252,6 +253,28 @@ def test_a_pool_on_a_cpu_is_a_part_of_the_machine_and_takes_nothing_before_it_is
     finally:
         torch.use_deterministic_algorithms(False)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 1000  # pages that were touched
+
+
+def test_a_pool_on_another_device_is_a_part_of_what_the_largest_step_leaves(monkeypatch):
+    used = {"now": 100, "free": 2**40}
+    module = SimpleNamespace(
+        memory_allocated=lambda device: used["now"],
+        reset_peak_memory_stats=lambda device: None,
+        max_memory_allocated=lambda device: used["now"] + 2**39,
+        mem_get_info=lambda device: (used["free"], 2**41),
+        empty_cache=lambda: None,
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+
+    def work() -> None:
+        raise RuntimeError("NPU out of memory. Tried to allocate 20.00 GiB")
+
+    device = torch.device("meta")
+    assert budget.pool_bytes(device, 0.5, work, reserved_bytes=2**38) == 2**37
+    used["free"] = 2**39
+    assert budget.pool_bytes(device, 0.5, work) == budget.LEAST_BYTES
+    with pytest.raises(ZeroDivisionError):
+        budget.pool_bytes(device, 0.5, lambda: 1 // 0)
 
 
 def test_only_pages_that_hold_something_are_moved():

@@ -107,6 +107,31 @@ def test_what_is_kept_goes_first_when_memory_runs_out(make_pipe):
     assert engine.stats().max_batch_tokens == engine.scheduler.config.max_batch_tokens
 
 
+@pytest.mark.parametrize("until", ["_step_cache", "denoise_step"])  # before or after the caches are filled
+def test_a_batch_that_is_too_large_even_without_what_is_kept_is_split(make_pipe, until):
+    pipe = make_pipe(step_cache_threshold=THRESHOLD)
+    engine, sizes = pipe._engine, []
+    model = engine.runner._model
+    work = getattr(model, until)
+
+    def no_room_for_three(batch: InputBatch) -> Any:
+        result = work(batch)
+        sizes.append(len(batch.rows))
+        if len(batch.rows) > 2:
+            raise torch.OutOfMemoryError("no room")
+        return result
+
+    setattr(model, until, no_room_for_three)
+    call = {**arguments(CALLS[3], 0), "num_inference_steps": 4, "generator": None}
+    states = [pipe._make_request(**call, seed=seed) for seed in range(4)]
+    for state in states:
+        engine.submit(state)
+    while not all(state.status.is_ending for state in states):
+        engine._step()
+    assert [state.error for state in states] == [None] * 4
+    assert sizes[:3] == [4, 2, 2]
+
+
 def test_a_paused_row_keeps_nothing(make_pipe):
     pipe = make_pipe(step_cache_threshold=THRESHOLD, scheduler_type="edf", max_requests_per_batch=1)
     engine = pipe._engine

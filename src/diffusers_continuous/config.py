@@ -45,8 +45,8 @@ class ContinuousBatchingConfig:
         page_size: Bytes of a page of the pool that keeps the state of accepted requests between their steps: latents,
             prompt embeddings, PiD's picture. A multiple of 16.
         num_blocks: Pages of that pool. None makes it as large as `max_memory_percent` says.
-        max_memory_percent: Part of the device's free memory, from 0 to 1, less what the largest step needs, that the
-            pool gets; on a CPU part of the machine's memory, at most 4 GiB, which are only taken as they are used.
+        max_memory_percent: Part, from 0 to 1, that the pool gets of the device's memory that stays free beside the
+            largest step; on a CPU part of the machine's memory, at most 4 GiB, which are only taken as they are used.
         cpu_offload_space: GiB of host memory for paused requests when the pool is full; 0 switches that off, and
             newcomers wait.
         max_decode_bytes: Most bytes that one step of a decoder of several steps (PiD) may need beside its weights; a

@@ -7,6 +7,7 @@ that fails by itself is reported.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -19,12 +20,14 @@ from .config import ContinuousBatchingConfig
 from .cost_model import kind_of
 from .errors import EngineStoppedError, StepFailedError, UnsupportedModelError
 from .memory.block_pool import BlockPool, Move, PageLedger, Where
-from .memory.budget import pool_bytes
+from .memory.budget import LEAST_BYTES, is_out_of_memory, pool_bytes
 from .memory.host_swap import HostSwap
 from .memory.row_state import RowMover, keep_texts
 from .metrics import StatsRecorder
 from .models.interface import StepModel
 from .request import RequestState, Row, SchedulerOutput, Stage
+
+logger = logging.getLogger(__name__)
 
 Errors = dict[Row, BaseException]
 Timing = tuple[str, Sequence[Row], float]  # the kind of work, on which rows, how many milliseconds
@@ -131,7 +134,7 @@ class DiffusionModelRunner:
             if self._device != self._model.device:
                 self._device = self._model.device
                 self._mover.swap.close()
-                self._mover.swap = self._make_swap()
+                self._mover.swap = self._make_swap_or_least()
 
     def close(self) -> None:
         """Leave the model as it was found."""
@@ -148,8 +151,21 @@ class DiffusionModelRunner:
             caches = self._model.step_cache_bytes(config.max_batch_tokens) if config.step_cache_threshold else 0
             num_bytes = pool_bytes(self._device, config.max_memory_percent, self.warm_up, caches)
             num_blocks = num_bytes // config.page_size
-        num_host_blocks = int(config.cpu_offload_space * 2**30) // config.page_size
-        return HostSwap(config.page_size, self._device, num_blocks, num_host_blocks)
+        return self._swap_of(num_blocks)
+
+    def _make_swap_or_least(self) -> HostSwap:
+        """A pool in any case: requests wait for it, and each of them will say what is wrong."""
+        try:
+            return self._make_swap()
+        except Exception:
+            logger.exception("no pool as configured could be made on %s; it gets the least one", self._device)
+        least = LEAST_BYTES // self._config.page_size
+        return self._swap_of(min(least, self._config.num_blocks or least))
+
+    def _swap_of(self, num_blocks: int) -> HostSwap:
+        page_size = self._config.page_size
+        num_host_blocks = int(self._config.cpu_offload_space * 2**30) // page_size
+        return HostSwap(page_size, self._device, num_blocks, num_host_blocks)
 
     def warm_up(self) -> None:
         """Take one denoising step of as many tokens as a batch may have, and decode one picture of usual size."""
@@ -252,33 +268,37 @@ class DiffusionModelRunner:
         self, stage: Stage, rows: Sequence[Row], work: Callable[[Sequence[Row]], None], errors: Errors
     ) -> None:
         """Run `work(rows)`; when it fails, run parts of it, down to the row that fails by itself."""
+        had_step_caches = any(map(_keeps_step_caches, rows))
         try:
             work(rows)
         except EngineStoppedError:
             raise
         except Exception as error:
             self._compositions.clear()
-            has_step_caches = _is_out_of_memory(error) and any(row.step_cache for row in rows)
-            if len(rows) == 1 and not has_step_caches:
+            ran_out = is_out_of_memory(error)
+            if len(rows) == 1 and not (ran_out and had_step_caches):
                 errors[rows[0]] = _failure(rows[0], stage, str(error) or type(error).__name__, error)
                 return
-            failed = error
         else:
             return
         # Out of the handler: its traceback would keep the failed batch's tensors alive.
         self._stats.num_batch_retries += 1
-        part = (len(rows) + 1) // 2 if _is_out_of_memory(failed) else 1
-        if has_step_caches:  # what can be thrown away goes first
-            for row in rows:
-                row.step_cache.clear()
-            part = len(rows)
-        elif stage is Stage.DENOISE and _is_out_of_memory(failed):
-            num_tokens = sum(row.num_tokens for row in rows[:part])
-            self._token_limit = min(num_tokens, self._token_limit or num_tokens)
-        del failed
+        part = self._make_room(stage, rows, had_step_caches) if ran_out else 1
         self._empty_cache()
         for start in range(0, len(rows), part):
             self._isolating(stage, rows[start : start + part], work, errors)
+
+    def _make_room(self, stage: Stage, rows: Sequence[Row], had_step_caches: bool) -> int:
+        """Throw away what can be; how many of the rows may be tried together then: all, if that has helped."""
+        for row in rows:
+            row.step_cache.clear()  # also where the step that failed has filled it
+        if had_step_caches:
+            return len(rows)
+        part = (len(rows) + 1) // 2
+        if stage is Stage.DENOISE:
+            num_tokens = sum(row.num_tokens for row in rows[:part])
+            self._token_limit = min(num_tokens, self._token_limit or num_tokens)
+        return part
 
     # ------------------------------------------------------------------ device
 
@@ -305,6 +325,11 @@ def _decodes_as(row: Row) -> tuple[str, int, int]:
     return params.decoder, params.height, params.width
 
 
+def _keeps_step_caches(row: Row) -> bool:
+    """True when there is anything to throw away."""
+    return any(cache.first is not None for cache in row.step_cache.values())
+
+
 def _lora_scale(row: Row) -> float:
     return row.request.params.lora_scale
 
@@ -324,7 +349,3 @@ def _failure(row: Row, stage: Stage, reason: str, cause: BaseException | None = 
     error = StepFailedError(f"request {row.request.request_id!r}, row {row.index}, failed in {where}: {reason}")
     error.__cause__ = cause
     return error
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "not enough memory" in str(error)
