@@ -11,12 +11,14 @@ import torch
 from diffusers import UniPCMultistepScheduler
 
 from conftest import assert_latents_equal, assert_pictures_equal, generator
-from diffusers_continuous import ContinuousBatchingPipeline, RequestError
+from diffusers_continuous import ContinuousBatchingPipeline, RequestError, StepFailedError
 from diffusers_continuous.batch import InputBatch
 from diffusers_continuous.engine import DiffusionEngine
-from diffusers_continuous.memory.row_state import replace_tensors
+from diffusers_continuous.memory.budget import LEAST_BYTES
+from diffusers_continuous.memory.host_swap import HostSwap, PagedTensors
+from diffusers_continuous.memory.row_state import RowMover, keep_texts, replace_tensors
 from diffusers_continuous.pid import PiDScheduler
-from diffusers_continuous.request import RequestOutput, RequestState, RequestStatus
+from diffusers_continuous.request import RequestOutput, RequestState, RequestStatus, TextEmbeds
 from test_pid_engine import MAX_ABS, decode_alone, make_decoder
 
 PAGE = 4096
@@ -277,6 +279,136 @@ def test_everything_that_a_row_keeps_beside_its_pages_goes_along(make_pipe):
     assert {id(tensor) for tensor in kept} <= {id(tensor) for tensor in moved}
     assert not any(np.shares_memory(t.numpy(), pid.sample.numpy()) for t in moved)  # that one is in the pages
     finish(engine, state)
+
+
+def assert_fails_alone(engine: DiffusionEngine, bad: RequestState, *good: RequestState) -> None:
+    finish(engine, *good)
+    error = bad.future.result(0).error
+    assert isinstance(error, StepFailedError)
+    assert "its pages could not be moved" in str(error)
+    engine._reap()
+    engine.scheduler.memory.check_integrity()
+    assert engine.stats().num_used_blocks == engine.stats().num_swapped_out_rows == 0
+
+
+def test_a_row_that_takes_more_pages_than_were_counted_fails_alone(make_pipe):
+    pipe = make_pipe()
+    call = {"prompt": "a ring", "output_type": "latent", **SMALL}
+    engine = small_pool(pipe, 10**3)
+    count = engine.runner.num_blocks_of
+    engine.runner.num_blocks_of = lambda row: 1 if row.seed == 1 else count(row)
+    bad, *good = (submit(pipe, seed=seed, **{**call, "height": 96}) for seed in (1, 2, 3))
+    assert_fails_alone(engine, bad, *good)
+
+
+def test_a_row_that_cannot_be_sent_out_fails_alone(make_pipe, monkeypatch):
+    pipe = make_pipe()
+    call = {"prompt": "a ring", "output_type": "latent", **SMALL}
+    engine = small_pool(pipe, 2 * blocks_of(pipe, **call))
+    two = submit(pipe, seed=1, deadline_s=FAR, num_images_per_prompt=2, **call)
+    two.streaming = True  # its previews go on while one of its rows is gone
+    step_until(engine, lambda: two.step == 2)
+    short = submit(pipe, seed=3, deadline_s=NEAR, **call)
+    with monkeypatch.context() as patch:
+        patch.setattr(PagedTensors, "swap_out", lambda *_: torch.empty(2**60))
+        assert engine._step()
+    assert_fails_alone(engine, two, short, submit(pipe, seed=4, **call))
+
+
+def test_an_engine_stops_though_pages_cannot_be_moved(make_pipe, monkeypatch):
+    pipe = make_pipe()
+    engine = small_pool(pipe, 10**3)
+    state = submit(pipe, prompt="a ring", **SMALL)
+    assert engine._step()
+    closed: list[bool] = []
+    monkeypatch.setattr(engine.runner, "move", lambda moves: 1 // 0)
+    monkeypatch.setattr(engine.runner, "close", lambda: closed.append(True))
+    engine.stop(hard_stop=True)
+    assert state.future.result(0).status is RequestStatus.FAILED
+    assert closed
+
+
+def test_a_first_call_in_inference_mode_leaves_a_pool_that_can_be_swapped(make_pipe):
+    pipe = make_pipe()
+    call = {"prompt": "a ring", "output_type": "latent", **SMALL}
+    num_blocks = blocks_of(pipe, **call)
+    with torch.inference_mode():
+        engine = small_pool(pipe, num_blocks + 1)
+        first = submit(pipe, seed=1, deadline_s=FAR, **call)
+    step_until(engine, lambda: first.step == 2)
+    second = submit(pipe, seed=2, deadline_s=NEAR, **call)
+    third = submit(pipe, seed=3, deadline_s=NEAR, **{**call, "height": 32})
+    finish(engine, first, second, third)
+    assert engine.stats().swapped_in_bytes > 0
+
+
+def test_what_went_along_comes_back_when_a_row_leaves_from_host_memory(make_pipe, monkeypatch):
+    def take_along(self: RowMover, row: Any, tensor: torch.Tensor) -> torch.Tensor:
+        self._away[row].append(tensor.clone())  # as from a device that is not the CPU
+        self.swapped_out_bytes += tensor.nbytes
+        return self._away[row][-1]
+
+    monkeypatch.setattr(RowMover, "_take_along", take_along)
+    pipe = make_pipe()
+    call = {"prompt": "a ring", "output_type": "latent", **SMALL}
+    engine = small_pool(pipe, blocks_of(pipe, **call))
+    long = submit(pipe, seed=1, deadline_s=FAR, **call)
+    assert engine._step()
+    short = submit(pipe, seed=2, deadline_s=NEAR, **call)
+    assert engine._step()
+    assert is_out(engine, long)
+    along = sum(tensor.nbytes for tensor in engine.runner._mover._away[long.rows[0]])
+    assert along > 0
+    engine._reset()
+    assert engine.runner._mover.swapped_in_bytes == along
+    assert not engine.runner._mover._away
+    finish(engine, long, short)
+
+
+def test_of_a_row_that_is_done_only_the_latents_are_copied_out(make_pipe, monkeypatch):
+    pipe = make_pipe()
+    call = {"prompt": "a ring", "negative_prompt": " ", "num_images_per_prompt": 2, "output_type": "latent", **SMALL}
+    engine = small_pool(pipe, blocks_of(pipe, **call), "fcfs")
+    state, copied = submit(pipe, seed=1, **call), []
+    leave, get = PagedTensors.leave, PagedTensors.get
+
+    def watched(self: PagedTensors) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(PagedTensors, "get", lambda pages, name: copied.append(name) or get(pages, name))
+            leave(self)
+
+    monkeypatch.setattr(PagedTensors, "leave", watched)
+    finish(engine, state)
+    engine._reap()
+    assert copied == ["latents", "latents"]
+
+
+def test_where_the_pool_finds_no_room_on_a_new_device_it_is_the_least_one(make_pipe, monkeypatch):
+    pipe = make_pipe()
+    engine = small_pool(pipe, 10**6)
+    runner = engine.runner
+    runner._device = torch.device("meta")  # where the pipeline was, until now
+    monkeypatch.setattr(runner, "_make_swap", lambda: torch.empty(2**60))
+    engine._reset()
+    assert engine.scheduler.memory.device.num_blocks == LEAST_BYTES // PAGE
+    finish(engine, submit(pipe, prompt="a ring", output_type="latent", **SMALL))
+
+
+def test_a_text_in_pages_is_brought_along_to_another_dtype(make_pipe):
+    pipe = make_pipe(page_size=2**20)
+    model = pipe._engine.runner._model
+    (row,) = pipe._make_request(prompt="a ring", **SMALL).rows
+    model.prepare_encode([row])
+    embeds = row.text.embeds
+    latents, row.pages = row.latents, PagedTensors(HostSwap(2**20, torch.device("cpu"), 4, 4))
+    row.latents = latents.double()
+    row.pages.enter((0, 1, 2))
+    keep_texts(row)
+    model.prepare_denoise([row])
+    assert type(row.text) is TextEmbeds
+    assert torch.equal(row.text.embeds, embeds)
+    keep_texts(row)
+    assert torch.equal(row.text.embeds, embeds)
 
 
 def test_the_probe_of_the_largest_step_runs(make_pipe):

@@ -392,6 +392,8 @@ class DiffusionEngine:
         while self._abandoned:
             self.cancel(self._abandoned.popleft())
         self.runner.move(self.scheduler.memory.take_moves())
+        for row, error in self.runner.take_lost().items():
+            self._end(row.request, RequestStatus.FAILED, error)
         for state in self._ended:
             for row in state.rows:
                 row.let_go()
@@ -526,7 +528,10 @@ class DiffusionEngine:
             self._is_stopping = True
             died = self.fatal_error is not None
             self._fail_all(f"the engine died: {self.fatal_error!r}" if died else "the engine was stopped")
-            self._reap()
+            try:
+                self._reap()
+            except Exception:
+                logger.exception("the engine stopped, and pages could not be moved")
             self._condition.notify_all()
         with contextlib.suppress(Exception):
             self.runner.close()

@@ -19,7 +19,7 @@ from .batch import Composition, InputBatch
 from .config import ContinuousBatchingConfig
 from .cost_model import kind_of
 from .errors import EngineStoppedError, StepFailedError, UnsupportedModelError
-from .memory.block_pool import BlockPool, Move, PageLedger, Where
+from .memory.block_pool import BlockPool, Move, PageLedger
 from .memory.budget import LEAST_BYTES, is_out_of_memory, pool_bytes
 from .memory.host_swap import HostSwap
 from .memory.row_state import RowMover, keep_texts
@@ -67,7 +67,7 @@ class DiffusionModelRunner:
         self._compositions: dict[float, Composition] = {}  # by LoRA scale: such rows share a forward
         self._timings: list[Timing] = []
         self._token_limit: int | None = None
-        self._mover = RowMover(self._make_swap())
+        self._mover = RowMover(self._make_swap(), self._prepare)
 
     # ------------------------------------------------------------------ what the engine asks
 
@@ -78,12 +78,13 @@ class DiffusionModelRunner:
 
     def execute(self, output: SchedulerOutput) -> Errors:
         """Encode, decode and take one denoising step; hand back the rows that failed, with the reason."""
-        errors: Errors = {}
         with self.lock, torch.no_grad(), self._on_device():
             self.move(output.moves)
-            if output.encode:
-                self._timed(Stage.ENCODE, output.encode, self._model.prepare_encode, errors)
-            for rows in _grouped(output.decode, _decodes_as):
+            errors = self._lost()
+            encode = [row for row in output.encode if row not in errors]
+            if encode:
+                self._timed(Stage.ENCODE, encode, self._model.prepare_encode, errors)
+            for rows in _grouped((row for row in output.decode if row not in errors), _decodes_as):
                 self._timed(Stage.DECODE, rows, self._decode, errors)
             denoise = _grouped((row for row in output.denoise if row not in errors), _lora_scale)
             for rows in denoise:
@@ -112,7 +113,7 @@ class DiffusionModelRunner:
 
     def preview_of(self, state: RequestState) -> Callable[[], list[Any]]:
         """A function that draws what the model expects of every row now; nothing is computed before it is called."""
-        moments = [self._model.moment(row) for row in state.rows]
+        moments = [self._model.moment(row) for row in state.rows if row not in self._mover.lost]
 
         def draw() -> list[Any]:
             with self.lock, torch.no_grad(), self._on_device():
@@ -185,15 +186,27 @@ class DiffusionModelRunner:
         return max(self._mover.swap.num_blocks_for(*stage) for stage in self._model.state_bytes(row))
 
     def move(self, moves: Sequence[Move]) -> None:
-        """Carry out what the ledger wrote down."""
+        """Carry out what the ledger wrote down. Rows that could not be moved are in `take_lost`."""
         if not moves:
             return
         with torch.no_grad(), self._on_device():
-            entering = [move.owner for move in moves if move.where is Where.DEVICE and move.owner.pages is None]
-            with contextlib.suppress(UnsupportedModelError):  # its first step will say so
-                self._model.prepare_denoise(entering)
             self._mover.carry_out(moves)
         self._stats.count_swaps(self._mover.swapped_out_bytes, self._mover.swapped_in_bytes)
+
+    def _prepare(self, row: Row) -> None:
+        with contextlib.suppress(UnsupportedModelError):  # its first step will say so
+            self._model.prepare_denoise([row])
+
+    def take_lost(self) -> Errors:
+        """Rows that cannot go on, since their pages could not be moved, with the reason; each once."""
+        lost = self._lost()
+        self._mover.lost.clear()
+        return lost
+
+    def _lost(self) -> Errors:
+        reason = "its pages could not be moved"
+        lost = self._mover.lost.items()
+        return {row: _failure(row, row.stage, f"{reason}: {error}", error) for row, error in lost}
 
     # ------------------------------------------------------------------ one step
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 
+from ..errors import EngineStoppedError
 from ..request import Row, Stage, TextEmbeds
 from .block_pool import Move, Where
 from .host_swap import HostSwap, PagedTensors
@@ -46,29 +47,52 @@ class PagedText(TextEmbeds):
 class RowMover:
     """Carries out moves of rows.
 
+    Args:
+        swap: Their pages.
+        prepare: Called with a row before it gets pages for the first time.
+
     Attributes:
         swapped_out_bytes, swapped_in_bytes: What has moved so far, with what goes along beside the pages.
+        lost: Rows whose move failed, and why. They have nothing in pages any more and cannot go on.
     """
 
-    def __init__(self, swap: HostSwap) -> None:
+    def __init__(self, swap: HostSwap, prepare: Callable[[Row], None]) -> None:
         self.swap = swap
         self.swapped_out_bytes = self.swapped_in_bytes = 0
+        self.lost: dict[Row, Exception] = {}
+        self._prepare = prepare
         self._away: dict[Row, list[torch.Tensor]] = {}  # what went along, as it lies in host memory now
 
     def carry_out(self, moves: Sequence[Move]) -> None:
-        """Do what the ledger has written down, in its order."""
-        steps = {Where.DEVICE: self._bring_in, Where.HOST: self._send_out}
+        """Do what the ledger has written down, in its order; a row that cannot be moved is `lost`, and it alone."""
         for move in moves:
-            if move.where is Where.NOWHERE:
-                self._leave(move.owner)
-            else:
-                steps[move.where](move.owner, move.blocks)
+            try:
+                self._carry_out(move)
+            except EngineStoppedError:
+                raise
+            except Exception as error:
+                self._lose(move.owner, error)
+
+    def _carry_out(self, move: Move) -> None:
+        if move.where is Where.NOWHERE:
+            self._leave(move.owner)
+        elif move.owner not in self.lost:
+            step = self._bring_in if move.where is Where.DEVICE else self._send_out
+            step(move.owner, move.blocks)
+
+    def _lose(self, row: Row, error: Exception) -> None:
+        """By the books its pages are elsewhere, so those it has may be others' from now on."""
+        self.lost[row] = error
+        self._away.pop(row, None)
+        if row.pages is not None:
+            row.pages.forget()
 
     def _bring_in(self, row: Row, blocks: tuple[int, ...]) -> None:
         if row.pages is not None:
             self.swapped_in_bytes += row.pages.swap_in(blocks)
             self._bring_along(row)
             return
+        self._prepare(row)
         pages = PagedTensors(self.swap)
         pages.put("latents", row.latents)
         pages.enter(blocks)
