@@ -10,6 +10,8 @@ import pytest
 from diffusers_continuous.config import ContinuousBatchingConfig
 from diffusers_continuous.cost_model import Curve, StepCostModel
 from diffusers_continuous.errors import DeadlineError
+from diffusers_continuous.memory.block_pool import BlockPool, PageLedger
+from diffusers_continuous.policy import SLO
 from diffusers_continuous.request import RequestStatus
 from diffusers_continuous.scheduler import AGEING_CHUNKS, StepScheduler
 from test_scheduler import names, request, run_step
@@ -136,12 +138,13 @@ def test_without_a_deadline_of_its_own_a_request_gets_three_times_its_time_alone
     assert machine.add("b", 10, deadline_s=5.0).deadline_s == pytest.approx(105.0)
 
 
-def test_guessed_deadlines_are_set_again_when_the_first_step_has_been_timed():
+def test_guessed_deadlines_are_set_again_when_the_first_steps_have_been_timed():
     sched = StepScheduler(ContinuousBatchingConfig(scheduler_type="slo"))
     default, own = request("a", steps=10, output_type="latent"), request("b", steps=10, deadline_s=7.0)
     for state in (default, own):
         sched.add_request(state)
-    sched.cost_model.observe("denoise", default.rows, 1000.0)
+    for _ in range(3):
+        sched.cost_model.observe("denoise", default.rows, 1000.0)
     sched.schedule(0.0)
     assert default.deadline_s == pytest.approx(30.0, rel=0.1)
     assert own.deadline_s == 7.0
@@ -314,3 +317,97 @@ def test_a_choice_is_made_again_when_something_happens_and_seldom_otherwise():
     machine.add("short", 2, deadline_s=5.0)
     assert machine.run(3) == "short short long0"
     assert machine.run(8) == " ".join(["long0"] * 6 + ["long1"] * 2)
+
+
+@pytest.mark.parametrize("policy", ["slo", "edf", "least_slack", "fcfs"])
+def test_a_large_row_gets_its_pages_though_small_ones_keep_coming(policy):
+    """Nobody can be sent to host memory here, so pages are free only when somebody has ended."""
+    machine = Machine(policy, rows=8, curve=SHARED)
+    machine.scheduler.memory = PageLedger(BlockPool(100), BlockPool(0))
+
+    def add(name, num_blocks, steps, deadline_s):
+        state = request(name, steps=steps, output_type="latent", deadline_s=deadline_s)
+        state.metrics.arrival_s, state.rows[0].num_blocks = machine.now, num_blocks
+        machine.scheduler.add_request(state)
+
+    for number in range(800):
+        add(f"small{number}", 10, 6, 3.0)
+        if number == 5:
+            add("large", 80, 3, 6.0)
+        machine.run(1)
+        machine.scheduler.memory.check_integrity()
+    assert "large" in machine.ended
+    assert len(machine.ended) > 50
+
+
+@pytest.mark.parametrize("policy", ["slo", "edf", "fcfs"])
+def test_the_pages_of_a_finished_picture_are_used_at_the_next_decision(policy):
+    machine = Machine(policy)
+    machine.scheduler.memory = PageLedger(BlockPool(1), BlockPool(0))
+    state = request("three", num_rows=3, steps=2, deadline_s=1e6)
+    for row in state.rows:
+        row.num_blocks = 1
+    machine.scheduler.add_request(state)
+    num_empty = 0
+    while machine.scheduler.has_requests():
+        output, _ = run_step(machine.scheduler, machine.now)
+        machine.now += 1.0
+        num_empty += output.is_empty
+    assert num_empty == 0
+
+
+def test_one_slow_first_step_decides_nothing():
+    machine = Machine("slo", on_hopeless="fail")
+    machine.scheduler.cost_model = model = StepCostModel()  # knows nothing yet
+    machine.scheduler._policy = SLO(model)
+    state = machine.add("a", 50)
+    state.metrics.deadline_s = 20.0
+    for ms in (20_000.0, 200.0, 200.0, 200.0):
+        output, ended = run_step(machine.scheduler, machine.now)
+        assert (output.hopeless, ended) == ((), [])
+        model.observe("denoise", output.denoise, ms)
+    assert model.is_informed
+    machine.scheduler.schedule(machine.now)
+    assert state.error is None
+    assert state.metrics.deadline_s < 60.0
+
+
+def test_a_guess_about_any_stage_makes_nothing_hopeless():
+    machine = Machine("slo", on_hopeless="fail")
+    model = StepCostModel({"encode": Curve(), "denoise": Curve(1.0)})  # decoding is not known
+    machine.scheduler.cost_model = model
+    state = request("a", steps=1, deadline_s=1e-6)
+    machine.scheduler.add_request(state)
+    assert machine.scheduler.schedule(0.0).hopeless == ()
+    for _ in range(3):
+        model.observe("decode", state.rows, 10.0)
+    assert machine.scheduler.schedule(0.0).hopeless == (state,)
+
+
+def test_two_calls_whose_callbacks_ran_in_host_memory_both_come_back():
+    sched = StepScheduler(ContinuousBatchingConfig(scheduler_type="fcfs", max_requests_per_batch=2))
+    sched.memory = PageLedger(BlockPool(1), BlockPool(4))
+    ended = []
+
+    def add(name, callback):
+        state = request(name, steps=2, callback=callback, output_type="latent")
+        state.rows[0].num_blocks = 1
+        sched.add_request(state)
+        return state
+
+    def step():
+        output, done = run_step(sched)
+        ended.extend(state.request_id for state in done)
+        return names(output.denoise)
+
+    calls = [add("a", object()), add("b", object())]
+    for call in calls:
+        assert step() == [call.request_id]
+        call.is_in_callback = True
+    add("c", None)
+    assert (step(), step()) == (["c"], ["c"])
+    for call in calls:
+        call.is_in_callback = False
+    for _ in range(6):
+        step()
+    assert sorted(ended) == ["a", "b", "c"]

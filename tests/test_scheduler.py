@@ -7,7 +7,9 @@ import random
 from types import SimpleNamespace
 
 import pytest
+from transformers import Qwen2Tokenizer
 
+from diffusers_continuous import embedded_model_path
 from diffusers_continuous.config import ContinuousBatchingConfig
 from diffusers_continuous.cost_model import Curve, StepCostModel
 from diffusers_continuous.errors import QueueFullError
@@ -381,3 +383,12 @@ def test_nobody_is_admitted_while_a_batch_of_pictures_waits_to_be_decoded():
         longest = max(longest, len(sched.decoding))
     assert longest <= 4
     assert not sched.has_requests()
+
+
+@pytest.mark.parametrize("prompt", ["\u0958" * 60, "\U0001d15e" * 60, "\ufb1d" * 60, "a cat"], ids=ascii)
+def test_a_prompt_never_has_more_tokens_than_were_counted(prompt):
+    """Some characters get longer when the tokenizer normalizes them."""
+    tokenizer = Qwen2Tokenizer.from_pretrained(embedded_model_path(), subfolder="tokenizer")
+    state = request("a")
+    state.rows[0].prompt = prompt
+    assert len(tokenizer(prompt).input_ids) <= state.rows[0].num_text_tokens

@@ -29,6 +29,8 @@ KINDS = ("encode", "denoise", "decode", "pid")
 
 # The factor is the lower median of so many ratios: work is slowed down by chance, never sped up.
 NUM_RATIOS = 15
+# The first work of a process is often much slower than all that follows; among three, one such does not count.
+MIN_RATIOS = 3
 # A factor that moved by less than this is left alone, so that plans made with it stay valid.
 FACTOR_TOLERANCE = 0.05
 # Bytes of a prompt that make a token, about; only until it is encoded.
@@ -128,6 +130,11 @@ class StepCostModel:
     def is_informed(self) -> bool:
         """False while even a denoising step is only a guess."""
         return self._learners["denoise"].is_informed
+
+    def knows(self, row: Row) -> bool:
+        """True when nothing that is left of the row is only a guess."""
+        kinds = [None if row.is_encoded else "encode", "denoise", (row.cost or self.cost_of(row)).decode_kind]
+        return all(self._learners[kind].is_informed for kind in kinds if kind is not None)
 
     def ms(self, kind: str, tokens: float, pairs: float = 0.0) -> float:
         """Milliseconds of one piece of work."""
@@ -237,7 +244,7 @@ class _Learner:
 
     @property
     def is_informed(self) -> bool:
-        return self.is_fixed or bool(self.ratios)
+        return self.is_fixed or len(self.ratios) >= MIN_RATIOS
 
     @property
     def error(self) -> float:

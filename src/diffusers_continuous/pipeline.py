@@ -429,7 +429,7 @@ class ContinuousBatchingMixin:
 
     def _check_nobody_waits_for(self, decoder: PiDDecoder | None) -> None:
         engine = self.__dict__.get("_engine")
-        waiting = [] if engine is None else engine.scheduler.waiting
+        waiting = () if engine is None else (*engine.scheduler.waiting, *engine.scheduler.late)
         num_waiting = len({id(row.request) for row in waiting if row.request.params.decoder == "pid"})
         if num_waiting:
             raise RuntimeError(f"{num_waiting} requests wait for {type(decoder).__name__}; let them finish first")

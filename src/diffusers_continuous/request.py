@@ -10,6 +10,7 @@ import enum
 import itertools
 import math
 import threading
+import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -217,7 +218,8 @@ class Row:
 def _num_text_tokens(text: TextEmbeds | None, prompt: str | None, max_sequence_length: int) -> int:
     if text is not None:
         return text.num_tokens
-    return min(len((prompt or "").encode()) + TEMPLATE_SUFFIX_TOKENS, max_sequence_length)
+    normalized = unicodedata.normalize("NFC", prompt or "")  # as the tokenizer does; some characters get longer
+    return min(len(normalized.encode()) + TEMPLATE_SUFFIX_TOKENS, max_sequence_length)
 
 
 @dataclass(slots=True)

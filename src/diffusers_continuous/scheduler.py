@@ -228,7 +228,8 @@ class StepScheduler:
         A choice among a thousand takes longer than all else between two steps. Since predictions are never quite
         right, it is made again after a while all the same.
         """
-        can_wait = self._policy.is_preemptive and self.config.on_hopeless != "fail" and not self.decoding
+        can_wait = self._policy.is_preemptive and self.config.on_hopeless != "fail"
+        can_wait = can_wait and bool(self.running) and not self.decoding
         can_wait = can_wait and (self._ageing_due_s is None or now < self._ageing_due_s)
         callbacks = tuple(row.request.is_in_callback for row in self.running)
         circumstances = self._num_changes, self.is_holding, self._costs_version, callbacks
@@ -333,9 +334,12 @@ class StepScheduler:
         """Move rows from `waiting` to `running` in policy order while rows and tokens fit."""
         running = [row for row in self.running if not row.request.is_in_callback]
         room = self._room()
-        if not room.take(running):
-            return  # it was sent out in its callback: pages that become free are for it
+        leaders = [row for row in running if row is _gang(row)[0]]
+        leaders.sort(key=lambda row: not all(map(self._has_pages, _gang(row))))
+        have_room = [room.take(_gang(row)) for row in leaders]
         room.commit()
+        if not all(have_room):
+            return  # somebody was sent out in its callback: pages that become free are for it
         room_rows = self.config.max_requests_per_batch - len(running)
         waiting = self._admissible(self.waiting)
         if not waiting or room_rows <= 0 or len(self.decoding) >= self.config.max_requests_per_batch:
@@ -371,10 +375,20 @@ class StepScheduler:
     def _choose(self, now: float) -> None:
         """Choose the batch from all that is active; who ran and is not in it goes back to the queue as it stands."""
         movable, room = self._movable(), self._room()
-        order = filter(room.could_hold, self._in_order(movable, now, self._take_aged(movable, now)))
+        aged = self._take_aged(movable, now)
+        order = self._in_order(movable, now, aged)
         first = next(order, None)
         if first is None:
             return
+        if room.could_hold(first):
+            order = _until_many_are_refused(room.could_hold, order)
+        else:
+            if first is aged:
+                self._ageing_due_s = now  # its turn is not over
+            order = filter(self._has_pages, order)  # nobody else takes pages before it can have its own
+            first = next(order, None)
+            if first is None:
+                return
         self._is_denoising_due = first.stage is not Stage.DECODE
         if first.stage is Stage.DECODE:
             self.decoding.remove(first)
@@ -459,7 +473,7 @@ class StepScheduler:
 
     def _set_late_aside(self, now: float) -> tuple[RequestState, ...]:
         """Move what is late to `late`, or, with `on_hopeless="fail"`, hand back its requests, removed."""
-        if self.config.on_hopeless == "fail" and self.cost_model.is_informed:
+        if self.config.on_hopeless == "fail":
             return self._give_up(now)
         if self._next_late_s < now:
             starts = [(_latest_start_s(row), row) for row in self.waiting]
@@ -470,7 +484,8 @@ class StepScheduler:
         return ()
 
     def _give_up(self, now: float) -> tuple[RequestState, ...]:
-        late = [row for row in (*self.waiting, *self.late, *self._movable()) if self._is_late(row, now)]
+        active = (*self.waiting, *self.late, *self._movable())
+        late = [row for row in active if self._is_late(row, now) and self.cost_model.knows(row)]
         hopeless = tuple(dict.fromkeys(row.request for row in late))
         for state in hopeless:
             arrival_s, left_s = state.metrics.arrival_s, max(row.remaining_ms for row in state.rows) / 1e3
@@ -581,6 +596,7 @@ class StepScheduler:
             row.stage = Stage.DONE
             self.decoding.remove(row)
             self.memory.release(row)
+            self._num_changes += 1
 
     def finish_denoising(self, row: Row) -> None:
         """Free the row's place in the batch; it is decoded next, or done when only its latents were asked for."""
@@ -711,6 +727,18 @@ class _Room:
             self._leavers = self.find_leavers()
         leavers = (row for row in self._leavers if not any(row in rows for rows in staying))
         return self.memory.could_leave(leavers, shortage)
+
+
+def _until_many_are_refused(is_fine: Callable[[Row], bool], order: Iterable[Row]) -> Iterator[Row]:
+    """Those of `order` that are fine, until so many were not that looking further would take too long."""
+    num_refused = 0
+    for row in order:
+        if is_fine(row):
+            yield row
+        else:
+            num_refused += 1
+            if num_refused >= MAX_LOOKED_AT:
+                return
 
 
 def _has_long_decode(row: Row) -> bool:
