@@ -412,7 +412,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("stage", choices=["train", "export"])
     parser.add_argument("--source-dir", type=Path, default=Path("runs/tiny-qwen-image"), help="the other training's")
     parser.add_argument("--work-dir", type=Path, default=Path("runs/tiny-pid"), help="where the checkpoint is kept")
-    parser.add_argument("--num-steps", type=int, default=2800, help="length of the training")
+    parser.add_argument("--num-steps", type=int, default=7000, help="length of the training")
     parser.add_argument("--num-workers", type=int, default=2, help="processes, one thread each")
     parser.add_argument("--max-minutes", type=float, default=math.inf, help="stop early, leaving a checkpoint")
     parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, help="folder the export stage writes")
