@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import hashlib
 import json
 import sys
@@ -215,9 +216,9 @@ def _draw_all(jobs: list[Job], options: argparse.Namespace) -> int:
     if wants_pid and pipe.decoder is None:
         print(f"error: {options.model} has no PiDDecoder; name one with --decoder-model", file=sys.stderr)
         return 1
-    config = ContinuousBatchingConfig()
+    config = ContinuousBatchingConfig(scheduler_type="fcfs")  # all pictures soon, rather than most of them in time
     if options.max_batch is not None:
-        config = ContinuousBatchingConfig(max_requests_per_batch=options.max_batch)
+        config = dataclasses.replace(config, max_requests_per_batch=options.max_batch)
     total = sum((job.row.steps - job.row.early_stop) * job.row.num_images for job in jobs)
     interval = 0.1 if sys.stderr.isatty() else 5.0
     with (
