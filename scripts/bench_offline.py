@@ -27,7 +27,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -230,23 +229,23 @@ class Bench:
             found |= {"negative_prompt_embeds": embeds, "negative_prompt_embeds_mask": mask}
         return found
 
-    @torch.no_grad()
     def measure_decoding(self) -> dict[str, Any]:
         """Latents to pixel tensors: `vae.decode` one by one against the engine's stage, rows of one size together."""
-        requests = self.next_requests()
-        batch = self._batch_of(requests)
-        model, rows = batch.model, [copy.copy(row) for row in batch.rows]
 
         def stock(rows: list[Row]) -> None:
             for row in rows:
                 self._decode_stock(row)
 
-        def ours(rows: list[Row]) -> None:
-            by_size = sorted(rows, key=_row_size)
-            for _, group in itertools.groupby(by_size, key=_row_size):
-                model.post_decode(list(group))
+        def measure(rows: list[Row], model: Any, make: Callable[..., InputBatch]) -> Pairs:
+            def ours(rows: list[Row]) -> None:
+                by_size = sorted(rows, key=_row_size)
+                for _, group in itertools.groupby(by_size, key=_row_size):
+                    model.post_decode(list(group))
 
-        pairs = time_pairs(lambda: lambda: rows, stock, ours, max(5, self.args.repeats))
+            copies = [copy.copy(row) for row in rows]
+            return time_pairs(lambda: lambda: copies, stock, ours, max(5, self.args.repeats))
+
+        pairs = self._in_a_step(self.next_requests(), measure)
         return {"decode_ratio": pairs.ratio, "stock_decode_s": pairs.stock_s, "decode_s": pairs.ours_s}
 
     def _decode_stock(self, row: Row) -> torch.Tensor:
@@ -260,20 +259,23 @@ class Bench:
         inverse_std = 1.0 / torch.tensor(vae.config.latents_std).view(shape).to(latents.device, latents.dtype)
         return vae.decode(latents / inverse_std + mean, return_dict=False)[0][:, :, 0]
 
-    @torch.no_grad()
     def measure_batch_making(self) -> dict[str, Any]:
         """Making a batch of the same rows again, and of new rows; and the forward over its bare matrix products."""
+
+        def measure_making(rows: list[Row], model: Any, make: Callable[..., InputBatch]) -> tuple[float, float]:
+            kept = make(rows, model).composition
+            return median_ms(partial(make, rows, model, kept), 50), median_ms(partial(make, rows, model), 50)
+
+        def measure_forward(rows: list[Row], model: Any, make: Callable[..., InputBatch]) -> tuple[float, float]:
+            made = make(rows, model)
+            bare = median_ms(bare_products(self.stock.transformer, made), 15)
+            return median_ms(lambda: model.denoise_step(made), 15), bare
+
         again, new = {}, {}
         for num_rows in (8, 64):
             small = [BenchRequest(next(self.prompts), 128, 128, 6, 4.0, index) for index in range(num_rows)]
-            batch = self._batch_of(small)
-            kept = InputBatch.make(batch.rows, batch.model).composition
-            again[str(num_rows)] = median_ms(partial(InputBatch.make, batch.rows, batch.model, kept), 50)
-            new[str(num_rows)] = median_ms(partial(InputBatch.make, batch.rows, batch.model), 50)
-        batch = self._batch_of(self.next_requests())
-        made = InputBatch.make(batch.rows, batch.model)
-        forward = median_ms(lambda: batch.model.denoise_step(made), 15)
-        bare = median_ms(bare_products(self.stock.transformer, made), 15)
+            again[str(num_rows)], new[str(num_rows)] = self._in_a_step(small, measure_making)
+        forward, bare = self._in_a_step(self.next_requests(), measure_forward)
         return {
             "make_batch_ms": again,
             "make_new_batch_ms": new,
@@ -282,42 +284,26 @@ class Bench:
             "overhead_ratio": forward / bare,
         }
 
-    def _batch_of(self, requests: Sequence[BenchRequest]) -> MadeBatch:
-        """What the engine made when all of `requests` ran together."""
-        with captured_batches() as batches:
+    def _in_a_step(self, requests: Sequence[BenchRequest], measure: Callable[..., Any]) -> Any:
+        """`measure(rows, model, make)` where the engine makes the first batch of all of `requests`, in its thread."""
+        original, found = InputBatch.make, []
+
+        def make(rows: Sequence[Row], model: Any, previous: Any = None, swap: Any = None) -> InputBatch:
+            if not found and len(rows) == len(requests):
+                found.append(measure(list(rows), model, partial(original, swap=swap)))
+            return original(rows, model, previous, swap)
+
+        InputBatch.make = staticmethod(make)
+        try:
             with self.engine.pause():  # so that all are there at its next step
                 calls = [request.call_arguments() | {"output_type": "latent"} for request in requests]
                 request_ids = [self.engine.add_request(**call) for call in calls]
-            for request_id in request_ids:
-                self.engine.get_result(request_id)
-        batch = max(batches, key=lambda batch: len(batch.rows))
-        if len(batch.rows) != len(requests):
-            raise RuntimeError(f"only {len(batch.rows)} of {len(requests)} requests ran together")
-        return batch
-
-
-@dataclass(frozen=True)
-class MadeBatch:
-    """What the runner made a batch of."""
-
-    rows: tuple[Row, ...]
-    model: Any
-
-
-@contextmanager
-def captured_batches() -> Iterator[list[MadeBatch]]:
-    """The rows and the model of every batch that is made meanwhile."""
-    make, batches = InputBatch.make, []
-
-    def capture(rows: Sequence[Row], model: Any, *args: Any, **kwargs: Any) -> InputBatch:
-        batches.append(MadeBatch(tuple(copy.copy(row) for row in rows), model))
-        return make(rows, model, *args, **kwargs)
-
-    InputBatch.make = staticmethod(capture)
-    try:
-        yield batches
-    finally:
-        InputBatch.make = staticmethod(make)
+            errors = [self.engine.get_result(request_id).error for request_id in request_ids]
+        finally:
+            InputBatch.make = staticmethod(original)
+        if any(errors) or not found:
+            raise RuntimeError(f"{len(requests)} requests did not run together: {errors}")
+        return found[0]
 
 
 def _row_size(row: Row) -> tuple[int, int]:
