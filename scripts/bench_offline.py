@@ -4,7 +4,8 @@
     python scripts/bench_offline.py --requests 8 --mixed
     python scripts/bench_offline.py --requests 1 --cfg 1
 
-Both sides run in this process, with equal weights, threads, prompts and noise. After a warm-up and a comparison of the
+The stock pipeline runs in a process of its own (`stock_process.py` says why), with equal weights, threads, prompts and
+noise. After a warm-up and a comparison of the
 pictures, stock and ours alternate; every figure is the median over the pairs. Each pair has new prompts, so that no
 cache of embeddings helps (the shared negative prompt is encoded once, which is what the engine does). Prints the
 machine, the settings, a table, and one JSON object as the last line. The engine runs first come, first served: here
@@ -45,39 +46,12 @@ from diffusers_continuous.config import SCHEDULER_TYPES
 from diffusers_continuous.futures import RequestFuture
 from diffusers_continuous.request import RequestState, Row, SamplingParams
 from diffusers_continuous.scheduler import StepScheduler
+from stock_process import BenchRequest, StockProcess
 
 COLORS = ("red", "green", "blue", "yellow", "purple", "orange", "pink", "white", "black", "gray")
 OBJECTS = ("star", "circle", "square", "triangle", "heart", "ring", "cross", "diamond")
 MIXED_SIZES = ((96, 96), (256, 256), (128, 192), (128, 128), (192, 96), (160, 160), (192, 192), (224, 128))
 MAX_DIFFERENCE = 1  # of 255: other shapes of a matrix product round differently, never by more than one step
-
-
-@dataclass(frozen=True)
-class BenchRequest:
-    """One picture to draw."""
-
-    prompt: str
-    width: int
-    height: int
-    steps: int
-    cfg: float
-    seed: int
-
-    @property
-    def is_guided(self) -> bool:
-        return self.cfg > 1
-
-    def call_arguments(self) -> dict[str, Any]:
-        """What both pipelines take."""
-        return {
-            "prompt": self.prompt,
-            "negative_prompt": " " if self.is_guided else None,
-            "true_cfg_scale": self.cfg,
-            "width": self.width,
-            "height": self.height,
-            "num_inference_steps": self.steps,
-            "generator": torch.Generator().manual_seed(self.seed),
-        }
 
 
 def main() -> int:
@@ -91,12 +65,15 @@ def main() -> int:
     where = machine()
     print_header(args, where)
     bench = Bench(args)
-    difference = bench.largest_difference()
-    print(f"pictures: differ from the stock pipeline's by at most {difference} of 255")
-    if difference > MAX_DIFFERENCE:
-        print("error: the two sides do not draw the same pictures, so their times say nothing", file=sys.stderr)
-        return 1
-    result = {**bench.run(), **where, **settings(args), "max_difference": difference}
+    try:
+        difference = bench.largest_difference()
+        print(f"pictures: differ from the stock pipeline's by at most {difference} of 255")
+        if difference > MAX_DIFFERENCE:
+            print("error: the two sides do not draw the same pictures, so their times say nothing", file=sys.stderr)
+            return 1
+        result = {**bench.run(), **where, **settings(args), "max_difference": difference}
+    finally:
+        bench.stock_process.close()
     print_table(result)
     print(json.dumps(rounded(result)))
     return 0
@@ -132,6 +109,7 @@ class Bench:
         self.device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
         dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
         source = args.model or str(embedded_model_path())
+        self.stock_process = StockProcess(source, dtype, self.device, args.threads)
         self.stock = QwenImagePipeline.from_pretrained(source, dtype=dtype).to(self.device)
         self.stock.set_progress_bar_config(disable=True)
         self.ours = ContinuousBatchingPipeline.from_pretrained(source, dtype=dtype).to(self.device)
@@ -153,10 +131,6 @@ class Bench:
         width, height = MIXED_SIZES[index % len(MIXED_SIZES)]
         return BenchRequest(prompt, width, height, args.steps, args.cfg if index % 2 == 0 else 1.0, index)
 
-    def draw_stock(self, calls: Sequence[dict[str, Any]]) -> list[Any]:
-        """One call after another."""
-        return [self.stock(**call).images[0] for call in calls]
-
     def draw_ours(self, calls: Sequence[dict[str, Any]]) -> list[Any]:
         """All calls at once."""
         self.last_outputs = list(self.ours.generate_batch(list(calls)).values())
@@ -168,9 +142,11 @@ class Bench:
     def largest_difference(self) -> int:
         """Warms both sides up and compares their pictures."""
         requests = self.next_requests()
-        pairs = [draw([r.call_arguments() for r in requests]) for draw in (self.draw_stock, self.draw_ours)]
+        pictures, _ = self.stock_process.draw(requests)
+        ours = self.draw_ours([request.call_arguments() for request in requests])
         return max(
-            int(np.abs(np.asarray(a, np.int16) - np.asarray(b, np.int16)).max()) for a, b in zip(*pairs, strict=True)
+            int(np.abs(np.asarray(a, np.int16) - np.asarray(b, np.int16)).max())
+            for a, b in zip(pictures, ours, strict=True)
         )
 
     def run(self) -> dict[str, Any]:
@@ -188,16 +164,17 @@ class Bench:
         """Prompt to picture."""
         latencies: list[float] = []
 
-        def prepare() -> Callable[[], list[dict[str, Any]]]:
-            requests = self.next_requests()
-            return lambda: [request.call_arguments() for request in requests]
+        def stock(requests: list[BenchRequest]) -> float:
+            return sum(self.stock_process.draw(requests)[1])
 
-        def ours(calls: list[dict[str, Any]]) -> None:
-            self.draw_ours(calls)
+        def ours(requests: list[BenchRequest]) -> float:
+            calls = [request.call_arguments() for request in requests]
+            seconds = _seconds(lambda: self.draw_ours(calls))
             latencies.extend(output.metrics.latency_s for output in self.last_outputs)
+            return seconds
 
         start = self.engine.clock()
-        pairs = time_pairs(prepare, self.draw_stock, ours, self.args.repeats)
+        pairs = time_pairs(self.next_requests, stock, ours, self.args.repeats)
         steps = [step for step in self.engine.stats().recent_steps if step.start_s >= start and step.kind == "denoise"]
         return {
             "throughput_ratio": pairs.ratio,
@@ -210,40 +187,39 @@ class Bench:
 
     def measure_denoising(self) -> dict[str, Any]:
         """The steps alone: embeddings go in, latents come out."""
-        requests = self.next_requests()
-        embeds = [self._embeds(request) for request in requests]
+        dtype = self.ours.transformer.dtype
 
-        def calls() -> list[dict[str, Any]]:
-            drop = {"prompt": None, "negative_prompt": None, "output_type": "latent"}
-            return [{**r.call_arguments(), **drop, **e} for r, e in zip(requests, embeds, strict=True)]
+        def ours(requests: list[BenchRequest]) -> float:
+            calls = [
+                request.latent_arguments({name: self._tensor(value, dtype) for name, value in embeds.items()})
+                for request, embeds in zip(requests, self.stock_process.encode(requests), strict=True)
+            ]
+            return _seconds(lambda: self.draw_ours(calls))
 
-        pairs = time_pairs(lambda: calls, self.draw_stock, self.draw_ours, self.args.repeats)
+        pairs = time_pairs(self.next_requests, self.stock_process.denoise_s, ours, self.args.repeats)
         return {"denoise_ratio": pairs.ratio, "stock_denoise_s": pairs.stock_s, "denoise_s": pairs.ours_s}
 
-    @torch.no_grad()
-    def _embeds(self, request: BenchRequest) -> dict[str, Any]:
-        embeds, mask = self.stock.encode_prompt(request.prompt, device=self.device)
-        found = {"prompt_embeds": embeds, "prompt_embeds_mask": mask}
-        if request.is_guided:
-            embeds, mask = self.stock.encode_prompt(" ", device=self.device)
-            found |= {"negative_prompt_embeds": embeds, "negative_prompt_embeds_mask": mask}
-        return found
+    def _tensor(self, value: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+        tensor = torch.from_numpy(value).to(self.device)
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     def measure_decoding(self) -> dict[str, Any]:
         """Latents to pixel tensors: `vae.decode` one by one against the engine's stage, rows of one size together."""
 
-        def stock(rows: list[Row]) -> None:
-            for row in rows:
-                self._decode_stock(row)
+        def stock(rows: list[Row]) -> float:
+            return _seconds(lambda: [self._decode_stock(row) for row in rows])
 
         def measure(rows: list[Row], model: Any, make: Callable[..., InputBatch]) -> Pairs:
-            def ours(rows: list[Row]) -> None:
+            def decode(rows: list[Row]) -> None:
                 by_size = sorted(rows, key=_row_size)
                 for _, group in itertools.groupby(by_size, key=_row_size):
                     model.post_decode(list(group))
 
+            def ours(rows: list[Row]) -> float:
+                return _seconds(lambda: decode(rows))
+
             copies = [copy.copy(row) for row in rows]
-            return time_pairs(lambda: lambda: copies, stock, ours, max(5, self.args.repeats))
+            return time_pairs(lambda: copies, stock, ours, max(5, self.args.repeats))
 
         pairs = self._in_a_step(self.next_requests(), measure)
         return {"decode_ratio": pairs.ratio, "stock_decode_s": pairs.stock_s, "decode_s": pairs.ours_s}
@@ -391,16 +367,13 @@ class Pairs:
 
 
 def time_pairs(
-    prepare: Callable[[], Callable[[], Any]], stock: Callable[[Any], Any], ours: Callable[[Any], Any], repeats: int
+    prepare: Callable[[], Any], stock: Callable[[Any], float], ours: Callable[[Any], float], repeats: int
 ) -> Pairs:
-    """Times `stock` and `ours` in turn, a warm-up pair first.
-
-    `prepare()` gives, for each pair, a function that makes one side's input; both sides of a pair get equal ones.
-    """
+    """Seconds that `stock` and `ours` take for what `prepare()` gives, in turn, a warm-up pair first."""
     times = []
     for _ in range(repeats + 1):
-        make_input = prepare()
-        times.append([_seconds(partial(side, make_input())) for side in (stock, ours)])
+        prepared = prepare()
+        times.append([side(prepared) for side in (stock, ours)])
     del times[0]
     return Pairs(
         stock_s=statistics.median(stock_s for stock_s, _ in times),
@@ -478,7 +451,7 @@ def print_header(args: argparse.Namespace, where: dict[str, Any]) -> None:
     print("versions: " + ", ".join(f"{name} {where[name]}" for name in packages))
     print("settings: " + ", ".join(f"{name} {value}" for name, value in what.items()))
     print(f"model:    {args.model or 'embedded'}")
-    print("baseline: diffusers' QwenImagePipeline, one call after another, in this process")
+    print("baseline: diffusers' QwenImagePipeline, one call after another, in a process of its own")
 
 
 TABLE = (

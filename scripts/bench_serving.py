@@ -5,12 +5,13 @@
     python scripts/bench_serving.py --arrivals bursty --plot attainment.png
 
 The mixes are those of simulate_slo.py at an eighth of the side, on the embedded model. First every request is drawn by
-the stock pipeline, one after another; that gives its capacity (what loads are fractions of), the usual time of each
-kind of request (what deadlines are multiples of, for everybody alike), and, with its durations laid behind one another
-from the same arrival times on, what first-in-first-out would have made of every load. Then the device's cost model is
-calibrated, requests run alone to see how well their rest is predicted, and each scheduler serves each load: requests
-are handed to the engine at their times, whether or not it keeps up. The same arrivals also go through the simulator
-with the calibrated cost model. A request that fails counts as late. Latency runs from the time of arrival.
+the stock pipeline, one after another, in a process of its own; that gives its capacity (what loads are fractions of),
+the usual time of each kind of request (what deadlines are multiples of, for everybody alike), and, with its durations
+laid behind one another from the same arrival times on, what first-in-first-out would have made of every load. Then the
+device's cost model is calibrated, requests run alone to see how well their rest is predicted, and each scheduler serves
+each load: requests are handed to the engine at their times, whether or not it keeps up. The same arrivals also go
+through the simulator with the calibrated cost model. A request that fails counts as late. Latency runs from the time of
+arrival.
 
 Prints the machine, a table per load, and one JSON object as the last line.
 """
@@ -36,12 +37,11 @@ from typing import Any
 import diffusers
 import torch
 import transformers
-from diffusers import QwenImagePipeline
 from tqdm import tqdm
 
 import calibrate_cost_model
 import simulate_slo
-from bench_offline import BenchRequest, all_prompts, machine
+from bench_offline import all_prompts, machine
 from diffusers_continuous import ContinuousBatchingPipeline, embedded_model_path
 from diffusers_continuous.config import SCHEDULER_TYPES
 from diffusers_continuous.cost_model import StepCostModel, fit_curve, r_squared
@@ -49,6 +49,7 @@ from diffusers_continuous.engine import DiffusionEngine
 from diffusers_continuous.errors import ContinuousBatchingError
 from diffusers_continuous.request import SchedulerOutput
 from simulate_slo import Arrival, VirtualEngine, make_state
+from stock_process import BenchRequest, StockProcess
 
 SHRINK = 8  # the sides of the simulator's mixes, to fit the embedded model
 CFG = 4.0
@@ -110,14 +111,11 @@ class Workload:
 # ---------------------------------------------------------------------- the stock pipeline
 
 
-def run_stock(stock: QwenImagePipeline, workload: Workload) -> None:
+def run_stock(stock: StockProcess, workload: Workload) -> None:
     """Draw everything, one after another, and keep the durations."""
-    for request in workload.requests[:2]:
-        stock(**request.call_arguments())
+    stock.draw(workload.requests[:2])
     for request in tqdm(workload.requests, desc="stock pipeline"):
-        start = time.perf_counter()
-        stock(**request.call_arguments())
-        workload.stock_s.append(time.perf_counter() - start)
+        workload.stock_s += stock.draw([request])[1]
 
 
 def serve_first_in_first_out(workload: Workload, load: float) -> Served:
@@ -350,10 +348,9 @@ def main() -> int:
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     source = args.model or str(embedded_model_path())
-    stock = QwenImagePipeline.from_pretrained(source, dtype=dtype).to(device)
-    stock.set_progress_bar_config(disable=True)
+    stock = StockProcess(source, dtype, device)
     run_stock(stock, workload)
-    del stock
+    stock.close()
     usual = {f"{side}px/{steps}": seconds for (side, steps), seconds in workload.usual_s.items()}
     capacity = len(workload.stock_s) / sum(workload.stock_s)
     print(f"stock:    {capacity:.2f} requests/s; seconds by size and steps: {rounded(usual)}")

@@ -36,6 +36,7 @@ NOUNS = {
     "arguments",
     "config",
     "cost_model",
+    "cpu_threads",
     "embedded",
     "errors",
     "futures",

@@ -263,6 +263,7 @@ class DiffusionEngine:
             self.scheduler.add_request(state)
             self._active[state.request_id] = state
             self._condition.notify_all()
+        self.runner.leave_cores()
 
     def _measure(self, state: RequestState) -> None:
         """Set how many pages its rows need; one that cannot wait for others to give some back needs none."""

@@ -18,6 +18,7 @@ import torch
 from .batch import Composition, InputBatch
 from .config import ContinuousBatchingConfig
 from .cost_model import kind_of
+from .cpu_threads import release_helpers
 from .errors import EngineStoppedError, StepFailedError, UnsupportedModelError
 from .memory.block_pool import BlockPool, Move, PageLedger
 from .memory.budget import LEAST_BYTES, is_out_of_memory, pool_bytes
@@ -142,6 +143,11 @@ class DiffusionModelRunner:
         self._compositions.clear()
         self._mover.swap.close()
         self._model.close()
+
+    def leave_cores(self) -> None:
+        """Let the calling thread, which is about to wait for pictures, keep no helpers that slow the engine's down."""
+        if self._device.type == "cpu":
+            release_helpers()
 
     # ------------------------------------------------------------------ memory
 

@@ -1,0 +1,131 @@
+"""The stock pipeline in a process of its own, as whoever has no engine runs it, and the requests that both sides draw.
+
+In one process with the engine it would be handicapped: PyTorch keeps a team of threads for every thread that computes.
+With more than one team there are more threads than cores, OpenMP then lets them sleep between operations, and a small
+model takes half as long again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import diffusers
+import numpy as np
+import torch
+import transformers
+from diffusers import QwenImagePipeline
+
+
+@dataclass(frozen=True)
+class BenchRequest:
+    """One picture to draw."""
+
+    prompt: str
+    width: int
+    height: int
+    steps: int
+    cfg: float
+    seed: int
+
+    @property
+    def is_guided(self) -> bool:
+        return self.cfg > 1
+
+    def call_arguments(self) -> dict[str, Any]:
+        """What both pipelines take."""
+        return {
+            "prompt": self.prompt,
+            "negative_prompt": " " if self.is_guided else None,
+            "true_cfg_scale": self.cfg,
+            "width": self.width,
+            "height": self.height,
+            "num_inference_steps": self.steps,
+            "generator": torch.Generator().manual_seed(self.seed),
+        }
+
+    def latent_arguments(self, embeds: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """The same call with embeddings going in and latents coming out."""
+        return {
+            **self.call_arguments(),
+            "prompt": None,
+            "negative_prompt": None,
+            "output_type": "latent",
+            **embeds,
+        }
+
+
+class StockProcess:
+    """Draws one request after another, as fast as it can; idle in between."""
+
+    def __init__(self, source: str, dtype: torch.dtype, device: torch.device, threads: int | None = None) -> None:
+        context = torch.multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        arguments = (theirs, source, dtype, device, threads)
+        self._process = context.Process(target=_serve, args=arguments, daemon=True)
+        self._process.start()
+
+    def draw(self, requests: Sequence[BenchRequest]) -> tuple[list[np.ndarray], list[float]]:
+        """The pictures, and how many seconds each took."""
+        return self._ask("draw", requests)
+
+    def denoise_s(self, requests: Sequence[BenchRequest]) -> float:
+        """Seconds from embeddings to latents, all requests together."""
+        return self._ask("denoise", requests)
+
+    def encode(self, requests: Sequence[BenchRequest]) -> list[dict[str, np.ndarray]]:
+        """What `encode_prompt` makes of them, by the names of the call's arguments."""
+        return self._ask("encode", requests)
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.terminate()
+        self._process.join()
+
+    def _ask(self, what: str, requests: Sequence[BenchRequest]) -> Any:
+        self._connection.send((what, list(requests)))
+        return self._connection.recv()
+
+
+@torch.no_grad()
+def _serve(connection: Any, source: str, dtype: torch.dtype, device: torch.device, threads: int | None) -> None:
+    diffusers.utils.logging.set_verbosity_error()
+    diffusers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()
+    if threads:
+        torch.set_num_threads(threads)
+    pipe = QwenImagePipeline.from_pretrained(source, dtype=dtype).to(device)
+    pipe.set_progress_bar_config(disable=True)
+    while True:
+        what, requests = connection.recv()
+        if what == "draw":
+            timed = [_draw(pipe, request.call_arguments()) for request in requests]
+            connection.send(([np.asarray(image) for image, _ in timed], [seconds for _, seconds in timed]))
+        elif what == "denoise":
+            calls = [request.latent_arguments(_embeds(pipe, request)) for request in requests]
+            connection.send(sum(_draw(pipe, call)[1] for call in calls))
+        else:
+            found = [_embeds(pipe, request) for request in requests]
+            connection.send([{name: _to_numpy(value) for name, value in each.items()} for each in found])
+
+
+def _draw(pipe: QwenImagePipeline, call: dict[str, Any]) -> tuple[Any, float]:
+    start = time.perf_counter()
+    image = pipe(**call).images[0]
+    return image, time.perf_counter() - start
+
+
+def _embeds(pipe: QwenImagePipeline, request: BenchRequest) -> dict[str, torch.Tensor]:
+    device = pipe.device
+    embeds, mask = pipe.encode_prompt(request.prompt, device=device)
+    found = {"prompt_embeds": embeds, "prompt_embeds_mask": mask}
+    if request.is_guided:
+        embeds, mask = pipe.encode_prompt(" ", device=device)
+        found |= {"negative_prompt_embeds": embeds, "negative_prompt_embeds_mask": mask}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _to_numpy(value: torch.Tensor) -> np.ndarray:
+    return (value.float() if value.is_floating_point() else value).cpu().numpy()
