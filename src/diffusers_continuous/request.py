@@ -218,8 +218,10 @@ class Row:
 def _num_text_tokens(text: TextEmbeds | None, prompt: str | None, max_sequence_length: int) -> int:
     if text is not None:
         return text.num_tokens
-    normalized = unicodedata.normalize("NFC", prompt or "")  # as the tokenizer does; some characters get longer
-    return min(len(normalized.encode()) + TEMPLATE_SUFFIX_TOKENS, max_sequence_length)
+    words = prompt or ""
+    if not words.isascii():
+        words = unicodedata.normalize("NFC", words)  # as the tokenizer does; some characters get longer
+    return min(len(words.encode()) + TEMPLATE_SUFFIX_TOKENS, max_sequence_length)
 
 
 @dataclass(slots=True)

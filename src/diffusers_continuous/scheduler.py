@@ -417,10 +417,11 @@ class StepScheduler:
         batch = _Batch(self.config, self.cost_model, is_guarded, now)
         num_passed = 0
         for leader in order:
-            has_pages = room is None or room.could_take(_together(leader))
+            together = _together(leader)
+            has_pages = room is None or room.could_take(together)
             is_in = has_pages and (leader.stage is Stage.DECODE or batch.take(leader))
             if is_in and room is not None:
-                room.take(_together(leader))
+                room.add(together)
             num_passed += not is_in
             if batch.is_full or num_passed >= MAX_PASSED:
                 break
@@ -689,19 +690,26 @@ class _Room:
     def could_hold(self, leader: Row) -> bool:
         """True when the row and its gang, and nobody else, could be on the device."""
         gang = _together(leader)
-        return self._finds(self._missing(gang), gang)
+        num_missing = self._missing(gang)
+        return not num_missing or self._finds(num_missing, gang)
 
     def could_take(self, gang: Sequence[Row]) -> bool:
         """True when there are pages for these rows beside those that were taken."""
-        return self._finds(self.num_missing + self._missing(gang), gang, self.taken)
+        num_missing = self._missing(gang)
+        return not num_missing or self._finds(self.num_missing + num_missing, gang, self.taken)
 
     def take(self, gang: Sequence[Row]) -> bool:
         """Let these rows have pages; False, and no effect, when there are not enough."""
         if not self.could_take(gang):
             return False
-        self.num_missing += self._missing(gang)
-        self.taken.update(dict.fromkeys(gang))
+        self.add(gang)
         return True
+
+    def add(self, gang: Sequence[Row]) -> None:
+        """Let these rows have pages, which `could_take` has found."""
+        self.num_missing += self._missing(gang)
+        for row in gang:
+            self.taken[row] = None
 
     def commit(self) -> None:
         """Send out whoever makes way, and give those that were taken their pages."""
@@ -714,11 +722,15 @@ class _Room:
         self.num_missing, self._leavers = 0, None
 
     def _missing(self, rows: Iterable[Row]) -> int:
-        return sum(row.num_blocks for row in rows if not self.memory.is_on_device(row))
+        num_missing = 0
+        for row in rows:
+            if row.num_blocks and not self.memory.is_on_device(row):
+                num_missing += row.num_blocks
+        return num_missing
 
     def _finds(self, num_missing: int, *staying: Container[Row]) -> bool:
         shortage = num_missing - self.memory.device.num_free
-        return self._making_way(shortage, *staying)[1] >= shortage
+        return shortage <= 0 or self._making_way(shortage, *staying)[1] >= shortage
 
     def _making_way(self, shortage: int, *staying: Container[Row]) -> tuple[list[Row], int]:
         if shortage <= 0:
