@@ -65,7 +65,8 @@ class EDF:
 
     def key(self, row: Row) -> tuple[float, ...]:
         """Priority, then deadline."""
-        return row.request.params.priority, row.request.deadline_s
+        request = row.request
+        return request.params.priority, request.metrics.deadline_s
 
     def order(self, waiting: Sequence[Row], running: Sequence[Row], now: float) -> Iterable[Row]:
         """Everybody by `key`; among equals, who runs stays."""
