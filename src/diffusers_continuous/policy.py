@@ -16,9 +16,9 @@ from typing import Protocol
 from .cost_model import StepCostModel
 from .request import Row, Stage
 
-# Rows whose deadlines are weighed against each other: so many take a quarter of a millisecond, and what is due after
+# Rows whose deadlines are weighed against each other: so many take a tenth of a millisecond, and what is due after
 # all of them changes little about who should run now.
-MAX_PLANNED = 256
+MAX_PLANNED = 128
 
 
 class Policy(Protocol):
