@@ -41,7 +41,8 @@ class ContinuousBatchingConfig:
         prompt_cache_size: Most prompts whose embeddings are kept for the next request that uses them.
         step_cache_threshold: Relative change of the transformer's first block below which a denoising step takes over
             what all later blocks did in the last full step, for each row and guidance branch by itself. 0 switches it
-            off; 0.05 to 0.15 are usual. Pictures then differ from the stock pipeline's.
+            off; 0.05 to 0.15 are usual. Pictures then differ from the stock pipeline's, and a request that was paused,
+            which loses what it kept, from its own run alone.
         page_size: Bytes of a page of the pool that keeps the state of accepted requests between their steps: latents,
             prompt embeddings, PiD's picture. A multiple of 16.
         num_blocks: Pages of that pool. None makes it as large as `max_memory_percent` says.
