@@ -319,7 +319,7 @@ def plot(results: Sequence[dict[str, Any]], path: str) -> None:
         xlabel="load / what the stock pipeline can serve", ylabel=f"share done within {SLO_SCALE:g}x", ylim=(0, 1.02)
     )
     axis.grid(alpha=0.3)
-    axis.legend()
+    axis.legend(loc="center right")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 
