@@ -695,8 +695,8 @@ class _Room:
 
     def could_take(self, gang: Sequence[Row]) -> bool:
         """True when there are pages for these rows beside those that were taken."""
-        num_missing = self._missing(gang)
-        return not num_missing or self._finds(self.num_missing + num_missing, gang, self.taken)
+        num_missing = self.num_missing + self._missing(gang)
+        return not num_missing or self._finds(num_missing, gang, self.taken)
 
     def take(self, gang: Sequence[Row]) -> bool:
         """Let these rows have pages; False, and no effect, when there are not enough."""
