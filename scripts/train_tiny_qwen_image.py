@@ -4,7 +4,10 @@
     python scripts/train_tiny_qwen_image.py vae
     python scripts/train_tiny_qwen_image.py latents
     python scripts/train_tiny_qwen_image.py transformer
+    python scripts/train_tiny_qwen_image.py sizes
     python scripts/train_tiny_qwen_image.py export
+
+The sizes stage goes on from the transformer's averaged weights, mostly at other sizes than the native one.
 
 Every stage keeps its files in --work-dir and continues from its checkpoint when it is started again. What a step sees
 depends on the seed and the step's number only, and the schedules count steps, so a resumed run equals an uninterrupted
@@ -18,6 +21,7 @@ import json
 import logging
 import math
 import random
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -187,8 +191,8 @@ def make_denoiser() -> tuple[Denoiser, Qwen2_5_VLForConditionalGeneration]:
     return Denoiser(tokenizer, text_encoder, make_transformer()), text_encoder
 
 
-def denoiser_optimizers(denoiser: Denoiser) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the blocks, AdamW for the rest."""
+def denoiser_optimizers(denoiser: Denoiser, peak: float) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices inside the blocks, AdamW for the rest; `peak` scales both learning rates."""
     blocks = (denoiser.transformer.transformer_blocks, denoiser.language_model.layers)
     matrices = [
         param for part in blocks for name, param in part.named_parameters() if param.ndim == 2 and "_mod." not in name
@@ -196,8 +200,8 @@ def denoiser_optimizers(denoiser: Denoiser) -> list[torch.optim.Optimizer]:
     chosen = {id(param) for param in matrices}
     rest = [param for param in denoiser.parameters() if id(param) not in chosen]
     return [
-        Muon(matrices, lr=0.02, num_iterations=4),
-        torch.optim.AdamW(rest, 2e-3, betas=(0.9, 0.98), weight_decay=0.0),
+        Muon(matrices, lr=0.02 * peak, num_iterations=4),
+        torch.optim.AdamW(rest, 2e-3 * peak, betas=(0.9, 0.98), weight_decay=0.0),
     ]
 
 
@@ -215,31 +219,60 @@ def training_caption(scene: Scene, rng: random.Random) -> str:
     return caption(scene, rng)
 
 
-def train_transformer(work_dir: Path, num_steps: int, max_minutes: float, num_workers: int) -> None:
+@dataclass(frozen=True)
+class Course:
+    """One of the two trainings of the transformer: its state file, what it starts from, how long and fast it learns."""
+
+    checkpoint: str
+    start_from: str | None
+    num_steps: int
+    peak: float
+    hold: float
+
+    def shares(self, step: int) -> list[float]:
+        """How often every size of SIZE_SHARES is drawn at a step."""
+        column = 2 if self.start_from else int(step >= self.num_steps / 2)
+        return [shares[column] for shares in SIZE_SHARES.values()]
+
+
+COURSES = {
+    "transformer": Course("transformer.pt", None, 9500, peak=1.0, hold=0.4),
+    "sizes": Course("sizes.pt", "transformer.pt", 4500, peak=0.3, hold=0.3),
+}
+
+
+def train_transformer(work_dir: Path, course: Course, max_minutes: float, num_workers: int) -> None:
     denoiser, _ = make_denoiser()
     shared = SharedGradients(num_workers, sum(param.numel() for param in denoiser.parameters()))
-    arguments = (work_dir, num_steps, max_minutes, num_workers, shared)
+    arguments = (work_dir, course, max_minutes, num_workers, shared)
     torch.multiprocessing.spawn(run_transformer_worker, arguments, nprocs=num_workers)
 
 
+def load_averaged(denoiser: Denoiser, checkpoint: Path) -> int:
+    """Puts a checkpoint's averaged weights into the denoiser; returns the checkpoint's step."""
+    state = torch.load(checkpoint, weights_only=True)
+    torch._foreach_copy_([param.detach() for param in denoiser.parameters()], state["ema"])
+    return state["step"]
+
+
 def run_transformer_worker(
-    rank: int, work_dir: Path, num_steps: int, max_minutes: float, num_workers: int, shared: SharedGradients
+    rank: int, work_dir: Path, course: Course, max_minutes: float, num_workers: int, shared: SharedGradients
 ) -> None:
     start_logging(logging.INFO if rank == 0 else logging.WARNING)
     torch.set_num_threads(1)
     latents = LatentPool(work_dir)
     denoiser, _ = make_denoiser()
+    if course.start_from:
+        load_averaged(denoiser, work_dir / course.start_from)
     compiled = torch.compile(denoiser, dynamic=False)
     ema = WeightAverage(denoiser.parameters(), decay=0.995)
-    optimizers = denoiser_optimizers(denoiser)
-    trainer = Trainer(denoiser, optimizers, ema, work_dir / "transformer.pt", 1.0, rank, shared)
+    optimizers = denoiser_optimizers(denoiser, course.peak)
+    trainer = Trainer(denoiser, optimizers, ema, work_dir / course.checkpoint, 1.0, rank, shared)
     sizes = list(SIZE_SHARES)
 
     def loss_of_step(step: int) -> tuple[torch.Tensor, dict[str, float]]:
-        half = 0 if step < num_steps / 2 else 1
-        shares = [SIZE_SHARES[size][half] for size in sizes]
-        width, height = random.Random(f"size {step}").choices(sizes, shares)[0]  # the same in all workers
-        rng = random.Random(f"transformer {step} {rank}")
+        width, height = random.Random(f"size {step}").choices(sizes, course.shares(step))[0]  # the same in all workers
+        rng = random.Random(f"{course.checkpoint} {step} {rank}")
         pool = latents.of_size(width, height)
         count = round(TOKENS_PER_BATCH / num_workers / (pool.shape[1] + NUM_CAPTION_TOKENS))
         picked = [rng.randrange(len(pool)) for _ in range(count)]
@@ -253,7 +286,7 @@ def run_transformer_worker(
         loss = (velocity - (noise - clean)).square().mean()
         return loss, {"loss": loss.item(), "samples": count * num_workers}
 
-    trainer.run(num_steps, loss_of_step, cosine_decay(hold=0.4, floor=0.01), max_minutes)
+    trainer.run(course.num_steps, loss_of_step, cosine_decay(course.hold, floor=0.01), max_minutes)
 
 
 def export(work_dir: Path, output: Path) -> None:
@@ -266,8 +299,7 @@ def export(work_dir: Path, output: Path) -> None:
     vae = AutoencoderKLQwenImage.from_pretrained(work_dir / "vae")
     vae.register_to_config(latents_mean=latents.mean.tolist(), latents_std=latents.std.tolist())
     denoiser, text_encoder = make_denoiser()
-    state = torch.load(work_dir / "transformer.pt", weights_only=True)
-    torch._foreach_copy_([param.detach() for param in denoiser.parameters()], state["ema"])
+    step = load_averaged(denoiser, work_dir / COURSES["sizes"].checkpoint)
     pipeline = QwenImagePipeline(
         scheduler=make_scheduler(),
         vae=vae.to(torch.bfloat16),
@@ -281,7 +313,7 @@ def export(work_dir: Path, output: Path) -> None:
     index = output / "model_index.json"
     settings = json.loads(index.read_text()) | {"default_sample_size": NATIVE_SIZE_PX // 8}
     index.write_text(json.dumps(settings, indent=2) + "\n")
-    logger.info("exported step %d to %s", state["step"], output)
+    logger.info("exported step %d to %s", step, output)
 
 
 def _drop_local_path(path: Path) -> None:
@@ -293,9 +325,9 @@ def _drop_local_path(path: Path) -> None:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stage", choices=["tokenizer", "vae", "latents", "transformer", "export"])
+    parser.add_argument("stage", choices=["tokenizer", "vae", "latents", *COURSES, "export"])
     parser.add_argument("--work-dir", type=Path, default=Path("runs/tiny-qwen-image"))
-    parser.add_argument("--num-steps", type=int, help="length of the vae or transformer training")
+    parser.add_argument("--num-steps", type=int, help="length of the vae, transformer or sizes training")
     parser.add_argument("--num-scenes", type=int, default=30_000, help="how many scenes the latents stage encodes")
     parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, help="folder the export stage writes")
     parser.add_argument("--num-workers", type=int, default=2, help="processes, one thread each, after the vae stage")
@@ -311,8 +343,10 @@ def main() -> None:
         train_vae(args.work_dir, args.num_steps or 3600, args.max_minutes)
     elif args.stage == "latents":
         encode_latents(args.work_dir, args.num_scenes, args.num_workers)
-    elif args.stage == "transformer":
-        train_transformer(args.work_dir, args.num_steps or 9500, args.max_minutes, args.num_workers)
+    elif args.stage in COURSES:
+        course = COURSES[args.stage]
+        course = replace(course, num_steps=args.num_steps or course.num_steps)
+        train_transformer(args.work_dir, course, args.max_minutes, args.num_workers)
     elif args.stage == "export":
         export(args.work_dir, args.output)
     else:
