@@ -323,7 +323,7 @@ def bare_products(transformer: Any, batch: InputBatch) -> Callable[[], None]:
         for x, weight in zip(inputs, weights, strict=True):
             F.linear(x, weight)
         for _ in transformer.transformer_blocks:
-            attend(q, k, v, batch.layout.joint_runs)
+            attend(q, k, v, batch.layout.joint)
 
     return compute
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from .memory.host_swap import Gather, HostSwap
-from .models.interface import SMALL_PRODUCT, PackedLayout, Run, StepModel, TokenStream
+from .models.interface import SMALL_PRODUCT, BatchLayout, JointRows, Run, StepModel, TokenStream
 from .request import Row, TextEmbeds
 
 
@@ -54,21 +54,21 @@ class Composition:
 
     key: tuple[object, ...]
     branches: tuple[Branch, ...]
-    layout: PackedLayout
+    layout: BatchLayout
     prompt_embeds: torch.Tensor
     cond_slices: tuple[slice, ...]
     guidance: Guidance | None
     gather: Gather | None = None
 
-    def subset(self, indices: tuple[int, ...]) -> PackedLayout:
+    def subset(self, indices: tuple[int, ...]) -> BatchLayout:
         """The layout of some of the branches, over the same table of rows; made once for each choice."""
         key = "subset", indices
         if key not in self.layout.kept:
             branches = [self.branches[i] for i in indices]
             rotary = self.layout.rotary.split([branch.length for branch in self.branches])
-            layout = _packed_layout(branches, self.layout.calls, [rotary[i] for i in indices])
+            layout = _batch_layout(branches, self.layout.calls, [rotary[i] for i in indices])
             self.layout.kept[key] = replace(layout, kept=self.layout.kept)  # merged weights serve both
-        part: PackedLayout = self.layout.kept[key]
+        part: BatchLayout = self.layout.kept[key]
         return part
 
 
@@ -89,7 +89,7 @@ class InputBatch:
     composition: Composition
 
     @property
-    def layout(self) -> PackedLayout:
+    def layout(self) -> BatchLayout:
         """How the tokens lie."""
         return self.composition.layout
 
@@ -135,7 +135,7 @@ def _compose(
 ) -> Composition:
     branches = _sorted_branches(rows)
     calls = tuple(_neighbours([row.request for row in rows]))
-    layout = _packed_layout(branches, calls, [model.rotary(rows[b.row], b.is_negative) for b in branches])
+    layout = _batch_layout(branches, calls, [model.rotary(rows[b.row], b.is_negative) for b in branches])
     starts = np.cumsum([0, *(branch.num_image_tokens for branch in branches)])
     tokens = {
         (branch.row, branch.is_negative): slice(int(start), int(start) + branch.num_image_tokens)
@@ -182,9 +182,7 @@ def _sorted_branches(rows: Sequence[Row]) -> tuple[Branch, ...]:
     return tuple(sorted(branches, key=key))
 
 
-def _packed_layout(
-    branches: Sequence[Branch], calls: tuple[slice, ...], rotary: Sequence[torch.Tensor]
-) -> PackedLayout:
+def _batch_layout(branches: Sequence[Branch], calls: tuple[slice, ...], rotary: Sequence[torch.Tensor]) -> BatchLayout:
     """`calls` cut the table of rows; `rotary` has a table per branch."""
     device = rotary[0].device
     text_lengths = np.array([branch.text.num_tokens for branch in branches])
@@ -197,16 +195,21 @@ def _packed_layout(
     joint_index[text_index] = np.arange(len(text_index))
     joint_index[image_index] = np.arange(len(text_index), len(joint_index))
     products = _neighbours([(branch.call, branch.is_negative) for branch in branches])
-    return PackedLayout(
+    return BatchLayout(
         image=_stream(image_lengths, owners, products, device),
         text=_stream(text_lengths, owners, products, device),
         calls=calls,
-        joint_runs=_runs(text_lengths + image_lengths),
+        joint=_joint_rows(text_lengths + image_lengths, device),
         joint_index=_to(joint_index, device),
         text_index=_to(text_index, device),
         image_index=_to(image_index, device),
         rotary=torch.cat(list(rotary)),
     )
+
+
+def _joint_rows(lengths: np.ndarray, device: torch.device) -> JointRows:
+    cu_seqlens = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)).to(device)
+    return JointRows(_runs(lengths), tuple(lengths.tolist()), cu_seqlens)
 
 
 def _stream(lengths: np.ndarray, owners: np.ndarray, calls: Sequence[slice], device: torch.device) -> TokenStream:

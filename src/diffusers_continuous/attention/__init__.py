@@ -1,11 +1,11 @@
 """Attention that keeps the rows of a packed batch apart, by name.
 
-A backend is one method, `forward(q, k, v, runs)`, and one fact, `isolates_rows`. Knows nothing of models.
+A backend is one method, `forward(q, k, v, rows)`, and one fact, `isolates_rows`. Knows nothing of models.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from ..config import check_known
@@ -14,7 +14,7 @@ from ..errors import UnsupportedModelError
 if TYPE_CHECKING:
     import torch
 
-    from ..models.interface import Run
+    from ..models.interface import JointRows
 
 
 class AttentionBackend(Protocol):
@@ -23,7 +23,7 @@ class AttentionBackend(Protocol):
     name: str
     isolates_rows: bool
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, runs: Sequence[Run]) -> torch.Tensor:
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: JointRows) -> torch.Tensor:
         """(tokens, heads, head_dim) each -> (tokens, heads * head_dim); scale 1/sqrt(head_dim), no mask, no dropout."""
         ...
 

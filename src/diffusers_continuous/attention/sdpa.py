@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
 if TYPE_CHECKING:
-    from ..models.interface import Run
+    from ..models.interface import JointRows, Run
 
 
 class SDPABackend:
@@ -18,12 +17,12 @@ class SDPABackend:
     name = "sdpa"
     isolates_rows = True
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, runs: Sequence[Run]) -> torch.Tensor:
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: JointRows) -> torch.Tensor:
         """(tokens, heads, head_dim) each -> (tokens, heads * head_dim)."""
-        if len(runs) == 1:
-            return _attend(q, k, v, runs[0]).flatten(0, 1).flatten(1)
+        if len(rows.runs) == 1:
+            return _attend(q, k, v, rows.runs[0]).flatten(0, 1).flatten(1)
         out = torch.empty_like(q)
-        for run in runs:
+        for run in rows.runs:
             out[run.start : run.stop].view(run.num_rows, run.length, *q.shape[1:]).copy_(_attend(q, k, v, run))
         return out.flatten(1)
 

@@ -61,12 +61,32 @@ class TokenStream:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PackedLayout:
-    """Everything about a packed batch that does not change from step to step.
+class JointRows:
+    """Which tokens of the joint order may see each other: all that an attention backend has to know of a batch.
+
+    Attributes:
+        runs: Runs of equal-length rows.
+        lengths: Tokens of every row, on the host.
+        cu_seqlens: (rows + 1,) int32 on the device, where every row starts and the last one ends.
+        valid: (tokens,) bool, False at padding; None when nothing is padded. Nobody may see padding, and what a
+            backend returns for it is finite and of no consequence. Only a layout of a single run has any.
+        kept: What a backend works out once for this batch; ends with it.
+    """
+
+    runs: tuple[Run, ...]
+    lengths: tuple[int, ...]
+    cu_seqlens: torch.Tensor
+    valid: torch.Tensor | None = None
+    kept: dict[Any, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BatchLayout:
+    """Everything about a batch that does not change from step to step.
 
     Attributes:
         image, text: The two streams.
-        joint_runs: Runs of equal-length rows in the joint order; attention stays inside a row.
+        joint: The rows in the joint order; attention stays inside a row.
         joint_index: (tokens,) joint order as indices into [all text tokens, all image tokens].
         text_index, image_index: Where the text and image tokens lie in the joint order.
         rotary: (tokens, head_dim / 2) complex64 in joint order.
@@ -76,7 +96,7 @@ class PackedLayout:
 
     image: TokenStream
     text: TokenStream
-    joint_runs: tuple[Run, ...]
+    joint: JointRows
     joint_index: torch.Tensor
     text_index: torch.Tensor
     image_index: torch.Tensor

@@ -35,7 +35,7 @@ from torch import nn
 from ..attention import AttentionBackend
 from ..errors import UnsupportedModelError
 from ..hooks import has_stateful_hooks, is_bare, restore_forward, set_innermost_forward
-from .interface import PackedLayout, TokenStream
+from .interface import BatchLayout, TokenStream
 from .step_cache import StepCache
 
 # Up to this many runs of equal-length rows are modulated one by one by broadcasting; with more, one gather per token
@@ -50,7 +50,7 @@ MAX_MERGED_BYTES = 4 * 2**20
 class Packed:
     """What travels through the stock modules' keyword arguments to reach ours."""
 
-    layout: PackedLayout
+    layout: BatchLayout
     attention: AttentionBackend
     can_merge: bool = False
     cache: StepCache | None = None
@@ -187,7 +187,7 @@ def _packed_blocks(
     """The image tokens after all blocks: (image tokens, dim)."""
     first, *later = blocks
 
-    def run_later(image: torch.Tensor, text: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
+    def run_later(image: torch.Tensor, text: torch.Tensor, layout: BatchLayout) -> torch.Tensor:
         part = packed if layout is packed.layout else replace(packed, layout=layout)
         for block in later:
             text, image = block(hidden_states=image, encoder_hidden_states=text, temb=temb, packed=part)
@@ -264,7 +264,7 @@ def _packed_attention(
         for (norm_t, norm_i), t, i in zip(norms, text_qkv[:2], image_qkv[:2], strict=True)
     )
     v = _joined(text_qkv[2], image_qkv[2], layout)  # (tokens, heads, head_dim), joint order
-    out = packed.attention.forward(_rotate(q, layout.rotary), _rotate(k, layout.rotary), v, layout.joint_runs)
+    out = packed.attention.forward(_rotate(q, layout.rotary), _rotate(k, layout.rotary), v, layout.joint)
     text_out, image_out = _parted(out, layout)
     image_out = attn.to_out[1](_by_call(attn.to_out[0], image_out, layout.image))
     return image_out, _by_call(attn.to_add_out, text_out, layout.text)
@@ -273,7 +273,7 @@ def _packed_attention(
 # ---------------------------------------------------------------------- pieces
 
 
-def _embed_time(module: Any, timestep: torch.Tensor, image: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
+def _embed_time(module: Any, timestep: torch.Tensor, image: torch.Tensor, layout: BatchLayout) -> torch.Tensor:
     """The stock time embedding, (rows,) -> (rows, dim)."""
     embedder = module.timestep_embedder
     if not (is_bare(module) and is_bare(embedder)) or embedder.cond_proj is not None or embedder.post_act is not None:
@@ -282,12 +282,12 @@ def _embed_time(module: Any, timestep: torch.Tensor, image: torch.Tensor, layout
     return _rows_by_call(embedder.linear_2, embedder.act(hidden), layout)
 
 
-def _conditioning(module: Any, temb: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
+def _conditioning(module: Any, temb: torch.Tensor, layout: BatchLayout) -> torch.Tensor:
     """The stock modulation table, `Linear(SiLU(temb))`: (rows, dim) -> (rows, 6 * dim)."""
     return _rows_by_call(module[1], module[0](temb), layout) if is_bare(module) else module(temb)
 
 
-def _rows_by_call(linear: Any, x: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
+def _rows_by_call(linear: Any, x: torch.Tensor, layout: BatchLayout) -> torch.Tensor:
     """`linear(x)` over (rows, in), each pipeline call's rows summed as if it were alone; see `SMALL_PRODUCT`."""
     if len(layout.calls) == 1 or x.dtype != torch.float32 or type(linear) is not nn.Linear or not is_bare(linear):
         return linear(x)
@@ -365,7 +365,7 @@ def _project(
     attn: Attention,
     names: tuple[str, str, str],
     x: torch.Tensor,
-    layout: PackedLayout,
+    layout: BatchLayout,
     stream: TokenStream,
     can_merge: bool,
 ) -> tuple[torch.Tensor, ...]:
@@ -380,7 +380,7 @@ def _project(
     return qkv.unflatten(-1, (3, -1, head_dim)).unbind(1)
 
 
-def _merged(layout: PackedLayout, linears: list[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor] | None:
+def _merged(layout: BatchLayout, linears: list[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor] | None:
     """q, k and v weights in one, kept with the batch's layout; None where the copy would cost too much.
 
     A layout ends when a row joins or leaves, so a weight that was edited between two requests is never missed, even
@@ -410,13 +410,13 @@ def _is_plain(attn: Attention) -> bool:
     )
 
 
-def _joined(text: torch.Tensor, image: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
+def _joined(text: torch.Tensor, image: torch.Tensor, layout: BatchLayout) -> torch.Tensor:
     """Text and image tokens in joint order, each row's text before its image."""
     joint = torch.cat([text, image])
     return joint if layout.num_rows == 1 else joint.index_select(0, layout.joint_index)
 
 
-def _parted(joint: torch.Tensor, layout: PackedLayout) -> tuple[torch.Tensor, torch.Tensor]:
+def _parted(joint: torch.Tensor, layout: BatchLayout) -> tuple[torch.Tensor, torch.Tensor]:
     """Text and image tokens out of the joint order."""
     if layout.num_rows == 1:
         text, image = joint.split([len(layout.text_index), len(layout.image_index)])

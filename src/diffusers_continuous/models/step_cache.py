@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 import torch
 
-from .interface import PackedLayout
+from .interface import BatchLayout
 
 # (image tokens, dim), (text tokens, dim), layout -> the image tokens after all blocks but the first
-LaterBlocks = Callable[[torch.Tensor, torch.Tensor, PackedLayout], torch.Tensor]
+LaterBlocks = Callable[[torch.Tensor, torch.Tensor, BatchLayout], torch.Tensor]
 
 
 @dataclass(slots=True, eq=False)
@@ -48,7 +48,7 @@ class StepCache:
 
     branches: Sequence[BranchCache]
     threshold: float
-    subset: Callable[[tuple[int, ...]], PackedLayout]
+    subset: Callable[[tuple[int, ...]], BatchLayout]
     num_skipped: int = 0
 
     def run(
@@ -56,7 +56,7 @@ class StepCache:
         before: torch.Tensor,
         image: torch.Tensor,
         text: torch.Tensor,
-        layout: PackedLayout,
+        layout: BatchLayout,
         later_blocks: LaterBlocks,
     ) -> torch.Tensor:
         """The image tokens after all blocks, from those before and after the first one; updates the caches."""
@@ -91,7 +91,7 @@ class StepCache:
         changed: tuple[int, ...],
         image: torch.Tensor,
         text: torch.Tensor,
-        layout: PackedLayout,
+        layout: BatchLayout,
         later_blocks: LaterBlocks,
     ) -> list[torch.Tensor]:
         if len(changed) == len(self.branches):
@@ -107,12 +107,12 @@ def _relative_change(now: torch.Tensor, then: torch.Tensor | None) -> torch.Tens
     return (now - then).abs().mean() / then.abs().mean()
 
 
-def _lengths(layout: PackedLayout) -> list[int]:
+def _lengths(layout: BatchLayout) -> list[int]:
     """Image tokens of each branch."""
     return [run.length for run in layout.image.runs for _ in range(run.num_rows)]
 
 
-def _text_lengths(layout: PackedLayout) -> list[int]:
+def _text_lengths(layout: BatchLayout) -> list[int]:
     lengths = [0] * layout.num_rows
     for run in layout.text.runs:
         lengths[run.rows] = [run.length] * run.num_rows
