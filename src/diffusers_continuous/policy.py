@@ -9,7 +9,8 @@ from __future__ import annotations
 import bisect
 import heapq
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,6 +20,13 @@ from .request import Row, Stage
 # Rows whose deadlines are weighed against each other: so many take a tenth of a millisecond, and what is due after
 # all of them changes little about who should run now.
 MAX_PLANNED = 128
+
+
+# Written this way since a queue of a thousand is searched with it: half as slow as a function.
+_by_deadline: Callable[[Row], tuple[float, ...]] = operator.attrgetter(
+    "request.params.priority", "request.metrics.deadline_s"
+)
+_priority: Callable[[Row], int] = operator.attrgetter("request.params.priority")
 
 
 class Policy(Protocol):
@@ -63,10 +71,7 @@ class EDF:
     is_preemptive = True
     keeps_deadlines = False
 
-    def key(self, row: Row) -> tuple[float, ...]:
-        """Priority, then deadline."""
-        request = row.request
-        return request.params.priority, request.metrics.deadline_s
+    key = staticmethod(_by_deadline)
 
     def order(self, waiting: Sequence[Row], running: Sequence[Row], now: float) -> Iterable[Row]:
         """Everybody by `key`; among equals, who runs stays."""
@@ -96,19 +101,18 @@ class SLO(EDF):
 
     def order(self, waiting: Sequence[Row], running: Sequence[Row], now: float) -> Iterable[Row]:
         """Per priority: the kept requests by deadline, then the others by remaining time."""
-        rows = list(waiting)
-        for row in running:
-            bisect.insort_left(rows, row, key=self.key)
         pace = self._pace(running)
-        if rows and rows[0].request.params.priority == rows[-1].request.params.priority:
-            return _keep_most(rows, now, pace)
-        return self._by_priority(rows, now, pace)
-
-    def _by_priority(self, rows: Sequence[Row], now: float, pace: float) -> Iterable[Row]:
-        for _, equals in itertools.groupby(rows, key=lambda row: row.request.params.priority):
-            group = list(equals)
-            yield from _keep_most(group, now, pace)
-            now += pace * sum(row.remaining_ms for row in group)
+        running = sorted(running, key=_by_deadline)
+        start = 0
+        while running or start < len(waiting):
+            priority = min(_priority(rows[at]) for rows, at in ((running, 0), (waiting, start)) if at < len(rows))
+            stop = bisect.bisect_right(waiting, priority, start, key=_priority)
+            split = bisect.bisect_right(running, priority, key=_priority)
+            equals = heapq.merge(running[:split], itertools.islice(waiting, start, stop), key=_by_deadline)
+            yield from _keep_most(equals, now, pace)
+            passed = itertools.chain(running[:split], itertools.islice(waiting, start, stop))
+            now += pace * sum(row.remaining_ms for row in passed)
+            running, start = running[split:], stop
 
     def _pace(self, running: Sequence[Row]) -> float:
         """Seconds of the device per millisecond of a row alone: fewer when rows share their steps."""
@@ -120,9 +124,9 @@ class SLO(EDF):
         return 1e-3 * min(1.0, together_ms / alone_ms)
 
 
-def _keep_most(rows: Sequence[Row], now: float, pace: float) -> Iterator[Row]:
+def _keep_most(rows: Iterator[Row], now: float, pace: float) -> Iterator[Row]:
     """Moore-Hodgson over requests: `rows` are sorted by deadline, the rows of one request next to each other."""
-    requests = _by_request(rows[:MAX_PLANNED])
+    requests = _by_request(itertools.islice(rows, MAX_PLANNED))
     total_ms = 0.0
     kept: list[tuple[float, int]] = []  # a heap of (-milliseconds, index), the longest request in front
     given_up: list[tuple[float, int]] = []
@@ -145,7 +149,7 @@ def _keep_most(rows: Sequence[Row], now: float, pace: float) -> Iterator[Row]:
             given_up.append((-longest, index))
     for index in sorted(index for _, index in kept):
         yield from requests[index]
-    yield from rows[MAX_PLANNED:]
+    yield from rows
     for _, index in sorted(given_up):
         yield from requests[index]
 

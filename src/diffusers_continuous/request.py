@@ -13,6 +13,7 @@ import threading
 import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
@@ -203,11 +204,17 @@ class Row:
     @property
     def text_tokens(self) -> tuple[int, ...]:
         """`num_text_tokens` of each branch."""
-        limit = self.request.params.max_sequence_length
-        tokens = _num_text_tokens(self.text, self.prompt, limit)
+        limits = self._text_limits
+        tokens = limits[0] if self.text is None else self.text.num_tokens
         if self.num_branches == 1:
             return (tokens,)
-        return tokens, _num_text_tokens(self.negative_text, self.negative_prompt, limit)
+        return tokens, limits[1] if self.negative_text is None else self.negative_text.num_tokens
+
+    @cached_property
+    def _text_limits(self) -> tuple[int, int]:
+        """The most tokens that the prompts can have; worked out once, since the scheduler asks at every step."""
+        limit = self.request.params.max_sequence_length
+        return _most_tokens(self.prompt, limit), _most_tokens(self.negative_prompt, limit)
 
     @property
     def num_tokens(self) -> int:
@@ -215,9 +222,7 @@ class Row:
         return self.num_image_tokens * self.num_branches + self.num_text_tokens
 
 
-def _num_text_tokens(text: TextEmbeds | None, prompt: str | None, max_sequence_length: int) -> int:
-    if text is not None:
-        return text.num_tokens
+def _most_tokens(prompt: str | None, max_sequence_length: int) -> int:
     words = prompt or ""
     if not words.isascii():
         words = unicodedata.normalize("NFC", words)  # as the tokenizer does; some characters get longer

@@ -432,8 +432,13 @@ class StepScheduler:
         new = dict.fromkeys(row for row in leaders if row not in before)
         stay = [row for row in self.running if row.request.is_in_callback or _gang(row)[0] in leaders]
         self.running[:] = [*stay, *(row for leader in new for row in _gang(leader))]
-        for queue in (self.waiting, self.late) if new else ():
-            queue[:] = [row for row in queue if row not in new]
+        num_found = 0
+        for queue in (self.waiting, self.late):
+            found = itertools.islice((i for i, row in enumerate(queue) if row in new), len(new) - num_found)
+            places = list(found)
+            num_found += len(places)
+            for place in reversed(places):
+                del queue[place]
         for row in before:
             if row not in leaders:
                 self._pause(row, now)
@@ -648,10 +653,13 @@ class _Batch:
     def take(self, leader: Row) -> bool:
         """Let the row and its gang join; False, and no effect, when there is no room. The first one always fits."""
         gang = _gang(leader)
-        num_rows = self.num_rows + len(gang)
-        num_tokens = self.num_tokens + sum(row.num_tokens for row in gang)
-        tokens = self.tokens + sum(_cost(row).tokens for row in gang)
-        pairs = self.pairs + sum(_cost(row).pairs for row in gang)
+        num_rows, num_tokens, tokens, pairs = self.num_rows, self.num_tokens, self.tokens, self.pairs
+        for row in gang:
+            cost = _cost(row)
+            num_rows += 1
+            num_tokens += row.num_tokens
+            tokens += cost.tokens
+            pairs += cost.pairs
         step_ms = self.cost_model.ms("denoise", tokens, pairs)
         if self.leaders:
             if num_rows > self.config.max_requests_per_batch or num_tokens > self.config.max_batch_tokens:
