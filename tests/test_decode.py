@@ -76,11 +76,11 @@ def test_it_steps_aside_or_agrees_where_something_hangs_on_the_vae(what, monkeyp
 
 
 def test_decodes_do_not_pile_up(pipe, monkeypatch):
-    """Many pictures that finish together are decoded in pieces of at most MAX_DECODE_PIXELS."""
+    """Many pictures that finish together are decoded in pieces of at most MAX_CPU_DECODE_PIXELS on a CPU."""
     sizes = []
     original = decode._decode
     monkeypatch.setattr(decode, "_decode", lambda vae, z: sizes.append(len(z)) or original(vae, z))
-    monkeypatch.setattr(decode, "MAX_DECODE_PIXELS", 3 * 64 * 64)
+    monkeypatch.setattr(decode, "MAX_CPU_DECODE_PIXELS", 3 * 64 * 64)
     call = {"prompt": "a ring", "height": 64, "width": 64, "num_inference_steps": 2, "true_cfg_scale": 1.0}
     images = pipe(**call, num_images_per_prompt=7).images
     assert len(images) == 7
