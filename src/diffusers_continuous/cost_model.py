@@ -44,11 +44,16 @@ FLOOR_QUANTILES, FLOOR_SPREAD, MIN_FLOOR_SAMPLES, MIN_FLOOR_GAIN = (0.0, 0.1, 0.
 FIRST_FIT, LAST_FIT = 16, 1024
 # What it believed before counts as a few weak samples, of these sizes, so that what it has not seen stays sane.
 PRIOR_TOKENS, PRIOR_WEIGHT = (256, 1024, 4096, 16384), 0.05
+TOKENS_PER_PROMPT = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Milliseconds of one piece of work: `constant_ms + per_token_ms * tokens + per_pair_ms * pairs`, or `floor_ms`."""
+    """Milliseconds of one piece of work: `constant_ms + per_token_ms * tokens + per_pair_ms * pairs`, or `floor_ms`.
+
+    Pairs are pairs of tokens that attention compares; of an encoding, the prompts, which are encoded one by one where
+    the last bit matters.
+    """
 
     constant_ms: float = 0.0
     per_token_ms: float = 0.0
@@ -92,6 +97,7 @@ class RowCost:
     tokens: float
     pairs: float
     num_text_tokens: int
+    num_prompts: int
     num_image_tokens: int
     decode_kind: str | None
     encode_ms: float = 0.0
@@ -121,7 +127,8 @@ class StepCostModel:
 
     def __post_init__(self) -> None:
         self._learners = {
-            kind: _Learner(self.curves.get(kind, DEFAULT_CURVES[kind]), is_fixed=kind in self.curves) for kind in KINDS
+            kind: _Learner(self.curves.get(kind, DEFAULT_CURVES[kind]), kind in self.curves, kind == "encode")
+            for kind in KINDS
         }
 
     # ------------------------------------------------------------------ predictions
@@ -155,7 +162,7 @@ class StepCostModel:
         if cost is None:
             if len(self._costs) >= MAX_COSTS:
                 del self._costs[next(iter(self._costs))]
-            cost = RowCost(*_work("denoise", row), num_text_tokens, row.num_image_tokens, kind)
+            cost = RowCost(*_work("denoise", row), num_text_tokens, row.num_branches, row.num_image_tokens, kind)
             self._costs[key] = cost
             self._price(cost)
         return cost
@@ -194,7 +201,7 @@ class StepCostModel:
         return {kind: learner.error for kind, learner in self._learners.items() if learner.errors}
 
     def _price(self, cost: RowCost) -> None:
-        cost.encode_ms = self.ms("encode", cost.num_text_tokens)
+        cost.encode_ms = self.ms("encode", cost.num_text_tokens, cost.num_prompts)
         cost.step_ms = self.ms("denoise", cost.tokens, cost.pairs)
         if cost.decode_kind is not None:
             cost.decode_ms = self.ms(cost.decode_kind, cost.num_image_tokens, cost.num_image_tokens**2)
@@ -236,6 +243,7 @@ class _Learner:
 
     curve: Curve
     is_fixed: bool
+    counts_prompts: bool = False
     factor: float = 1.0
     num_samples: int = 0
     ratios: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_RATIOS))
@@ -276,7 +284,8 @@ class _Learner:
     def _fit_again(self) -> None:
         """Fit the curve to what was measured, drawn a little to what was believed before."""
         before = self.scaled_curve
-        prior = [Sample(n, n * n / 2, before.ms(n, n * n / 2)) for n in PRIOR_TOKENS]
+        work = [(n, n / TOKENS_PER_PROMPT if self.counts_prompts else n * n / 2) for n in PRIOR_TOKENS]
+        prior = [Sample(tokens, pairs, before.ms(tokens, pairs)) for tokens, pairs in work]
         usual = [s for s in self.samples if s.ms < 3 * before.ms(s.tokens, s.pairs)] or list(self.samples)
         weights = [1.0] * len(usual) + [PRIOR_WEIGHT * len(usual) / len(prior)] * len(prior)
         self.curve = fit_curve([*usual, *prior], weights)
@@ -355,8 +364,6 @@ def _text_tokens(text: TextEmbeds | None, prompt: str | None) -> int:
 
 def _work(kind: str, row: Row) -> tuple[float, float]:
     """Tokens and pairs of tokens of one row."""
-    if kind == "encode":
-        return text_tokens(row), 0.0
     if kind == "denoise":
         tokens = row.num_image_tokens * row.num_branches + text_tokens(row)
         return tokens, tokens * tokens / row.num_branches
@@ -364,6 +371,19 @@ def _work(kind: str, row: Row) -> tuple[float, float]:
 
 
 def sum_of_work(kind: str, rows: Iterable[Row]) -> tuple[float, float]:
-    """Tokens and pairs of tokens that one piece of work on all of `rows` touches."""
+    """Tokens and pairs (see `Curve`) that one piece of work on all of `rows` touches."""
+    if kind == "encode":
+        prompts = _prompts(rows)
+        return sum(prompts.values()), len(prompts)
     work = [_work(kind, row) for row in rows]
     return sum(tokens for tokens, _ in work), sum(pairs for _, pairs in work)
+
+
+def _prompts(rows: Iterable[Row]) -> dict[str | None, int]:
+    """The different prompts of rows, which are encoded once each, and their tokens."""
+    found = {}
+    for row in rows:
+        found[row.prompt] = _text_tokens(row.text, row.prompt)
+        if row.num_branches == 2:
+            found[row.negative_prompt] = _text_tokens(row.negative_text, row.negative_prompt)
+    return found
