@@ -40,7 +40,7 @@ import transformers
 from diffusers import QwenImagePipeline
 
 from diffusers_continuous import ContinuousBatchingConfig, ContinuousBatchingPipeline, embedded_model_path
-from diffusers_continuous.attention import get_backend
+from diffusers_continuous.attention import AttentionTask, get_backend
 from diffusers_continuous.batch import InputBatch
 from diffusers_continuous.config import SCHEDULER_TYPES
 from diffusers_continuous.futures import RequestFuture
@@ -315,9 +315,9 @@ def bare_products(transformer: Any, batch: InputBatch) -> Callable[[], None]:
     like = batch.latents
     weights = [torch.cat([linear.weight for linear in linears]) for _, linears in products]
     inputs = [torch.randn(n, w.shape[1]).to(like) for (n, _), w in zip(products, weights, strict=True)]
-    heads = transformer.config.num_attention_heads
-    q, k, v = (torch.randn(batch.num_tokens, heads, transformer.config.attention_head_dim).to(like) for _ in range(3))
-    attend = get_backend("auto").forward
+    heads, head_dim = transformer.config.num_attention_heads, transformer.config.attention_head_dim
+    q, k, v = (torch.randn(batch.num_tokens, heads, head_dim).to(like) for _ in range(3))
+    attend = get_backend("auto", AttentionTask(q.device, q.dtype, head_dim)).forward
 
     def compute() -> None:
         for x, weight in zip(inputs, weights, strict=True):

@@ -13,10 +13,20 @@ import torch
 from diffusers import QwenImagePipeline
 
 from diffusers_continuous import ContinuousBatchingPipeline, embedded
+from diffusers_continuous.devices import best_device
 
 # fp32 latents against the stock pipeline's, after up to 30 steps: the same sums in another order, nothing else.
 MAX_ABS = 1e-4
 MEAN_ABS = 3e-6
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked `cuda` or `npu` need one."""
+    for kind in ("cuda", "npu"):
+        if best_device().type != kind:
+            for item in items:
+                if item.get_closest_marker(kind):
+                    item.add_marker(pytest.mark.skip(reason=f"needs {kind}, which is not here"))
 
 
 def load_stock(dtype: torch.dtype = torch.float32) -> QwenImagePipeline:

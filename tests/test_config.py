@@ -7,7 +7,6 @@ import dataclasses
 import pytest
 
 from diffusers_continuous import ConfigError, ContinuousBatchingConfig, resolve_config
-from diffusers_continuous.attention import available_backends, get_backend
 
 
 @pytest.mark.parametrize(
@@ -37,9 +36,3 @@ def test_a_config_is_frozen_and_resolving_hands_back_a_new_one():
     assert (changed.max_requests_per_batch, config.max_requests_per_batch) == (3, 32)
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.max_requests_per_batch = 5
-
-
-def test_an_unknown_attention_backend_lists_the_known_ones():
-    with pytest.raises(ConfigError, match=r"attention_backend='sdpaa' .*'auto', 'sdpa'"):
-        get_backend("sdpaa")
-    assert available_backends()["sdpa"] is None

@@ -242,9 +242,9 @@ def test_a_pool_on_a_cpu_is_a_part_of_the_machine_and_takes_nothing_before_it_is
         raise AssertionError("a CPU's memory need not be probed")
 
     for machine, expected in ((2**30, 2**29), (2**40, budget.CPU_BYTES)):
-        monkeypatch.setattr(budget, "_machine_bytes", lambda machine=machine: machine)
+        monkeypatch.setattr(budget, "memory_info", lambda device, machine=machine: (0, machine))
         assert budget.pool_bytes(CPU, 0.5, work) == expected
-    monkeypatch.setattr(budget, "_machine_bytes", lambda: 2**32)
+    monkeypatch.setattr(budget, "memory_info", lambda device: (0, 2**32))
     assert budget.pool_bytes(CPU, 0.5, work, reserved_bytes=2**30) == 3 * 2**29
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     torch.use_deterministic_algorithms(True)  # which fills new tensors

@@ -35,6 +35,7 @@ from .attention import get_backend
 from .callbacks import RequestPipelineView, StepCallback
 from .config import ContinuousBatchingConfig, check_known, resolve_config
 from .cost_model import StepCostModel
+from .devices import load_device
 from .engine import DiffusionEngine
 from .errors import EngineStoppedError, RequestError, UnsupportedModelError
 from .futures import RequestFuture
@@ -68,6 +69,10 @@ _CHANGES_SHARED_STATE = (
     "unfuse_lora",
     "unload_lora_weights",
 )
+
+
+# Those of them that may be given the name of a device that PyTorch has yet to learn about.
+_TAKES_A_DEVICE = ("enable_model_cpu_offload", "enable_sequential_cpu_offload", "to")
 
 
 # Those of them that the stock pipeline does not pass on to a pipeline inside it.
@@ -110,7 +115,7 @@ class ContinuousBatchingMixin:
         """Make this pipeline's engine with a config, not started yet; a first call or `start()` starts it.
 
         Raises:
-            ConfigError: for an unknown option or value.
+            ConfigError: for an unknown option or value, and for an attention backend that cannot be used here.
             EngineStoppedError: while the pipeline's present engine still takes requests; `stop()` it first.
         """
         config = resolve_config(continuous_batching_config, **options)
@@ -124,8 +129,7 @@ class ContinuousBatchingMixin:
 
     def _make_engine(self, config: ContinuousBatchingConfig) -> DiffusionEngine:
         stats = StatsRecorder()
-        backend = get_backend(config.attention_backend)
-        model = QwenImageStepModel(self, backend, config)
+        model = QwenImageStepModel(self, functools.partial(get_backend, config.attention_backend), config)
         runner = DiffusionModelRunner(model, self._execution_device, config, stats)
         make_request = weakref.WeakMethod(self._make_request)
 
@@ -465,6 +469,10 @@ class ContinuousBatchingMixin:
 
 def _exclusive_method(name: str) -> Callable[..., Any]:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if name in _TAKES_A_DEVICE:
+            for value in (*args, *kwargs.values()):
+                if isinstance(value, str):
+                    load_device(value)
         with self._exclusively():
             result = getattr(super(ContinuousBatchingMixin, self), name)(*args, **kwargs)
             if name in _REACHES_THE_DECODER and self.decoder is not None:

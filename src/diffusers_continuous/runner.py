@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from . import devices
 from .batch import Composition, InputBatch
 from .config import ContinuousBatchingConfig
 from .cost_model import kind_of
@@ -79,7 +80,7 @@ class DiffusionModelRunner:
 
     def execute(self, output: SchedulerOutput) -> Errors:
         """Encode, decode and take one denoising step; hand back the rows that failed, with the reason."""
-        with self.lock, torch.no_grad(), self._on_device():
+        with self.lock, torch.no_grad(), devices.current(self._device):
             self.move(output.moves)
             errors = self._lost()
             encode = [row for row in output.encode if row not in errors]
@@ -117,7 +118,7 @@ class DiffusionModelRunner:
         moments = [self._model.moment(row) for row in state.rows if row not in self._mover.lost]
 
         def draw() -> list[Any]:
-            with self.lock, torch.no_grad(), self._on_device():
+            with self.lock, torch.no_grad(), devices.current(self._device):
                 return [self._model.preview(moment) for moment in moments]
 
         return draw
@@ -146,7 +147,7 @@ class DiffusionModelRunner:
 
     def leave_cores(self) -> None:
         """Let the calling thread, which is about to wait for pictures, keep no helpers that slow the engine's down."""
-        if self._device.type == "cpu":
+        if devices.is_host(self._device):
             release_helpers()
 
     # ------------------------------------------------------------------ memory
@@ -176,7 +177,7 @@ class DiffusionModelRunner:
 
     def warm_up(self) -> None:
         """Take one denoising step of as many tokens as a batch may have, and decode one picture of usual size."""
-        with self.lock, torch.no_grad(), self._on_device():
+        with self.lock, torch.no_grad(), devices.current(self._device):
             large = self._model.example_row(self._config.max_batch_tokens)
             self._model.denoise_step(InputBatch.make([large], self._model))
             del large
@@ -195,7 +196,7 @@ class DiffusionModelRunner:
         """Carry out what the ledger wrote down. Rows that could not be moved are in `take_lost`."""
         if not moves:
             return
-        with torch.no_grad(), self._on_device():
+        with torch.no_grad(), devices.current(self._device):
             self._mover.carry_out(moves)
         self._stats.count_swaps(self._mover.swapped_out_bytes, self._mover.swapped_in_bytes)
 
@@ -303,7 +304,7 @@ class DiffusionModelRunner:
         # Out of the handler: its traceback would keep the failed batch's tensors alive.
         self._stats.num_batch_retries += 1
         part = self._make_room(stage, rows, had_step_caches) if ran_out else 1
-        self._empty_cache()
+        devices.empty_cache(self._device)
         for start in range(0, len(rows), part):
             self._isolating(stage, rows[start : start + part], work, errors)
 
@@ -318,18 +319,6 @@ class DiffusionModelRunner:
             num_tokens = sum(row.num_tokens for row in rows[:part])
             self._token_limit = min(num_tokens, self._token_limit or num_tokens)
         return part
-
-    # ------------------------------------------------------------------ device
-
-    def _on_device(self) -> contextlib.AbstractContextManager[Any]:
-        """Make the pipeline's device the current one: it is a setting of the thread."""
-        if self._device.type == "cpu":
-            return contextlib.nullcontext()
-        return torch.get_device_module(self._device).device(self._device)
-
-    def _empty_cache(self) -> None:
-        if self._device.type != "cpu":
-            torch.get_device_module(self._device).empty_cache()
 
 
 def _grouped(rows: Iterable[Row], key: Callable[[Row], Hashable]) -> list[list[Row]]:

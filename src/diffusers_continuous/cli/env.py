@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from .arguments import ArgumentParser
 
 PACKAGES = ("diffusers-continuous", "torch", "diffusers", "transformers", "accelerate", "safetensors", "peft")
+QWEN_IMAGE_HEAD_DIM = 128
 
 
 def main(argv: Sequence[str]) -> int:
@@ -27,12 +28,17 @@ def _lines() -> Iterator[tuple[str, str]]:
     yield "python", f"{platform.python_version()} on {platform.platform()}"
     for package in PACKAGES:
         yield package, _version(package)
-    yield "device", _device()
-    yield "cpu", f"{os.cpu_count()} cores, {_num_threads()} torch threads"
-    from diffusers_continuous.attention import available_backends
+    from diffusers_continuous.devices import best_device, default_dtype, describe
 
-    for name, reason in available_backends().items():
+    device = best_device()
+    yield "device", describe(device)
+    yield "cpu", f"{os.cpu_count()} cores, {_num_threads()} torch threads"
+    from diffusers_continuous.attention import AttentionTask, available_backends, choose_backend
+
+    task = AttentionTask(device, default_dtype(device), QWEN_IMAGE_HEAD_DIM)
+    for name, reason in available_backends(task).items():
         yield f"attention {name}", "usable" if reason is None else f"not usable: {reason}"
+    yield "attention auto", choose_backend(task)[1]
 
 
 def _version(package: str) -> str:
@@ -40,15 +46,6 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "not installed"
-
-
-def _device() -> str:
-    import torch
-
-    from .loading import best_device
-
-    device = best_device()
-    return f"{device.type} ({torch.cuda.get_device_name()})" if device.type == "cuda" else device.type
 
 
 def _num_threads() -> int:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, cast
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    import torch
     from diffusers import QwenImagePipeline
 
     from diffusers_continuous import ContinuousBatchingPipeline
@@ -45,24 +44,15 @@ def load_stock_pipeline(model: str | None) -> QwenImagePipeline:
 
 
 def _load(pipeline_class: Any, model: str | None) -> Any:
-    import torch
-
     from diffusers_continuous import embedded_model_path
+    from diffusers_continuous.devices import best_device, default_dtype
 
     device = best_device()
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     source = str(embedded_model_path()) if model is None else model
     with _no_loading_bars():
-        pipe = pipeline_class.from_pretrained(source, dtype=dtype).to(device)
+        pipe = pipeline_class.from_pretrained(source, dtype=default_dtype(device)).to(device)
     pipe.set_progress_bar_config(disable=True)
     return pipe
-
-
-def best_device() -> torch.device:
-    """An accelerator if torch has one here, else the CPU."""
-    import torch
-
-    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 @contextmanager

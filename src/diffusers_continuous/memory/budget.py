@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 import torch
+
+from ..devices import empty_cache, is_host, memory_info, peak_bytes
 
 # Most of a CPU's pool, and all of it where the machine does not tell how much memory it has. Address space beyond what
 # the machine has, though nothing is in it, would make `fork` fail.
@@ -27,10 +28,12 @@ def pool_bytes(
     On a CPU, whose memory is taken only as it is used, a part of what the machine has, at most `CPU_BYTES`; `work` is
     not run.
     """
-    if device.type == "cpu":
-        return min(CPU_BYTES, _part(max_memory_percent, _machine_bytes() - reserved_bytes))
-    needed = _peak_bytes(device, work)
-    free, _ = torch.get_device_module(device).mem_get_info(device)
+    if is_host(device):
+        _, total = memory_info(device)
+        return min(CPU_BYTES, _part(max_memory_percent, (total or CPU_BYTES) - reserved_bytes))
+    needed = peak_bytes(device, lambda: _so_far_as_it_gets(work))
+    empty_cache(device)
+    free, _ = memory_info(device)
     return _part(max_memory_percent, free - needed - reserved_bytes)
 
 
@@ -44,23 +47,9 @@ def _part(max_memory_percent: float, num_bytes: int) -> int:
     return max(LEAST_BYTES, int(max_memory_percent * max(0, num_bytes)))
 
 
-def _machine_bytes() -> int:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        return CPU_BYTES
-
-
-def _peak_bytes(device: torch.device, work: Callable[[], None]) -> int:
-    """Bytes that `work()` allocates at most at one time; so far as it gets, where there is not enough."""
-    module = torch.get_device_module(device)
-    before = module.memory_allocated(device)
-    module.reset_peak_memory_stats(device)
+def _so_far_as_it_gets(work: Callable[[], None]) -> None:
     try:
         work()
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-    peak: int = module.max_memory_allocated(device) - before
-    module.empty_cache()
-    return peak

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ..devices import is_pinning_useful, synchronize
 from .block_pool import BlockPoolError
 
 logger = logging.getLogger(__name__)
@@ -249,7 +250,7 @@ class HostSwap:
 
     Args:
         page_size: Bytes of a page, a multiple of 16, so that every dtype fits.
-        device: Where the pool lies. Host pages are pinned unless it is the CPU or the system refuses.
+        device: Where the pool lies. Host pages are pinned where that helps it and the system allows.
         num_blocks: Pages on the device. A CPU's take room only once they are used.
         num_host_blocks: Pages in host memory; made when first needed.
 
@@ -276,8 +277,7 @@ class HostSwap:
         if not is_out:
             return self._pages
         if self._host_pages is None:
-            is_pinned = self.device.type != "cpu"
-            self._host_pages = _host_memory(self.num_host_blocks, self.page_size, is_pinned)
+            self._host_pages = _host_memory(self.num_host_blocks, self.page_size, is_pinning_useful(self.device))
         return self._host_pages
 
     def copy(self, blocks: Sequence[int], is_out: bool, new_blocks: Sequence[int], is_new_out: bool) -> None:
@@ -285,8 +285,7 @@ class HostSwap:
         here, there = self.pages(is_out), self.pages(is_new_out)
         for old, new in _runs(blocks, new_blocks):
             there[new].copy_(here[old], non_blocking=True)
-        if self.device.type != "cpu":
-            torch.get_device_module(self.device).synchronize(self.device)
+        synchronize(self.device)
 
     def close(self) -> None:
         """Give all memory back; what lay in pages is gone."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 
+from ..devices import is_host
 from ..errors import EngineStoppedError
 from ..request import Row, Stage, TextEmbeds
 from .block_pool import Move, Where
@@ -109,7 +110,7 @@ class RowMover:
         replace_tensors(row, lambda tensor: self._take_along(row, tensor))
 
     def _take_along(self, row: Row, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.device.type == "cpu":
+        if is_host(tensor.device):
             return tensor
         away = tensor.cpu()
         self._away[row].append(away)

@@ -10,7 +10,7 @@ import logging
 import math
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
 
-from ..attention import AttentionBackend
+from ..attention import AttentionBackend, AttentionTask
 from ..config import ContinuousBatchingConfig
 from ..decode import LatentPreview, PiDStage, decode_latents
 from ..errors import FLOAT16_ADVICE, EngineStoppedError, RequestError, UnsupportedModelError
@@ -66,20 +66,30 @@ class QwenImageStepModel:
 
     Args:
         pipe: The pipeline; its components are read at every call, so an exchanged one is used from then on.
-        attention: Backend of the packed forward.
+        choose_attention: Gives the forward's backend for where the transformer is and what it computes in.
         config: Sizes of its caches and limits of its steps.
+
+    Raises:
+        ConfigError: when the backend that was chosen cannot be used; says why.
     """
 
-    def __init__(self, pipe: QwenImagePipeline, attention: AttentionBackend, config: ContinuousBatchingConfig) -> None:
+    def __init__(
+        self,
+        pipe: QwenImagePipeline,
+        choose_attention: Callable[[AttentionTask], AttentionBackend],
+        config: ContinuousBatchingConfig,
+    ) -> None:
         self._pipe_ref = weakref.ref(pipe)
         self._transformer_ref = weakref.ref(pipe.transformer)
-        self._attention = attention
+        self._choose_attention = choose_attention
+        self._attention: AttentionBackend | None = None
         self._prompts: OrderedDict[tuple[str, int], TextEmbeds] = OrderedDict()
         self._config = config
         self.num_branch_steps = self.num_skipped_branch_steps = 0
         self._rotary: OrderedDict[tuple[Any, ...], torch.Tensor] = OrderedDict()
         self._preview = LatentPreview()
         self._pid = PiDStage(config.max_decode_bytes)
+        self._attention_backend()  # a wrong choice is told now
         install_packed_forward(pipe.transformer, self)
 
     def reset(self) -> None:
@@ -106,6 +116,7 @@ class QwenImageStepModel:
             decoder.forget_captions()
         self._rotary.clear()
         self._preview = LatentPreview()
+        self._attention = None
 
     @property
     def _pipe(self) -> QwenImagePipeline:
@@ -294,11 +305,19 @@ class QwenImageStepModel:
             encoder_hidden_states=batch.composition.prompt_embeds,
             timestep=batch.timesteps / 1000,
             attention_kwargs={"scale": scale} if scale != 1.0 else None,
-            packed=Packed(batch.layout, self._attention, can_merge(transformer), cache),
+            packed=Packed(batch.layout, self._attention_backend(), can_merge(transformer), cache),
         )
         self.num_branch_steps += batch.layout.num_rows
         self.num_skipped_branch_steps += 0 if cache is None else cache.num_skipped
         return batch.scatter(_guide(noise_pred, batch))
+
+    def _attention_backend(self) -> AttentionBackend:
+        """Chosen anew where the pipeline may have been moved to another device or cast to another dtype."""
+        if self._attention is None:
+            transformer = self._pipe.transformer
+            task = AttentionTask(self.device, transformer.dtype, transformer.config.attention_head_dim)
+            self._attention = self._choose_attention(task)
+        return self._attention
 
     def _step_cache(self, batch: InputBatch) -> StepCache:
         """What every branch keeps between its steps, with its row."""
