@@ -248,22 +248,27 @@ class DiffusionModelRunner:
 
         self._isolating(Stage.DENOISE, rows, forward, errors)
         good = [row for row in rows if row in predictions and row not in errors]
-        for row in _non_finite(good, predictions):
-            errors[row] = _failure(row, Stage.DENOISE, "the prediction is not finite")
-        for sharing in _grouped((row for row in good if row not in errors), lambda row: id(row.noise_scheduler)):
+        for sharing in _grouped(good, lambda row: id(row.noise_scheduler)):
             self._step(sharing, predictions, errors)
-        self._check_last_latents([row for row in good if row.remaining_steps == 0 and row not in errors], errors)
+        self._check_finite([row for row in good if row not in errors], predictions, errors)
         end = self._clock()
         for state in dict.fromkeys(row.request for row in rows):
             if state.metrics.first_step_s is None:
                 state.metrics.first_step_s, state.metrics.first_step_end_s = start, end
         self._told(Stage.DENOISE, rows, start, num_retries, errors)
 
-    def _check_last_latents(self, rows: Sequence[Row], errors: Errors) -> None:
-        """No later prediction would show that the last noise-scheduler step left non-finite values."""
-        for row in _non_finite(rows, {row: row.latents for row in rows}):
-            row.step -= 1  # the step that failed is the one to name
-            errors[row] = _failure(row, Stage.DENOISE, "the latents are not finite")
+    def _check_finite(self, rows: Sequence[Row], predictions: dict[Row, torch.Tensor], errors: Errors) -> None:
+        """Fail rows whose step went wrong. This waits for the device, as nothing before it does: so the step is over.
+
+        Latents are looked at after the last step only: of others, the next prediction shows it.
+        """
+        last = [row for row in rows if row.remaining_steps == 0]
+        found = [(row, "prediction is", predictions[row]) for row in rows]
+        found += [(row, "latents are", row.latents) for row in last]
+        for (row, what, _), is_finite in zip(found, _are_finite([tensor for *_, tensor in found]), strict=True):
+            if not is_finite and row not in errors:
+                row.step -= 1  # the step that failed is the one to name
+                errors[row] = _failure(row, Stage.DENOISE, f"the {what} not finite")
 
     def _forward(self, rows: Sequence[Row]) -> list[torch.Tensor]:
         start = self._clock()
@@ -342,12 +347,12 @@ def _lora_scale(row: Row) -> float:
     return row.request.params.lora_scale
 
 
-def _non_finite(rows: Sequence[Row], predictions: dict[Row, torch.Tensor]) -> list[Row]:
-    """Rows whose prediction has a NaN or an infinity: a sum shows it, and one copy tells for all rows."""
-    if not rows:
+def _are_finite(tensors: Sequence[torch.Tensor]) -> list[bool]:
+    """Whether each is without NaN and infinity: a sum shows it, and one copy tells for all."""
+    if not tensors:
         return []
-    finite = torch.isfinite(torch.stack([predictions[row].float().sum() for row in rows])).tolist()
-    return [row for row, is_finite in zip(rows, finite, strict=True) if not is_finite]
+    finite: list[bool] = torch.isfinite(torch.stack([tensor.float().sum() for tensor in tensors])).tolist()
+    return finite
 
 
 def _failure(row: Row, stage: Stage, reason: str, cause: BaseException | None = None) -> StepFailedError:
