@@ -25,6 +25,7 @@ from diffusers.models.autoencoders.autoencoder_kl_qwenimage import (
 from PIL import Image
 from torch import nn
 
+from .devices import is_host
 from .errors import RequestError
 from .hooks import is_bare
 from .pid import LatentFeatures, PiDDecoder, PiDScheduler
@@ -47,7 +48,7 @@ def decode_latents(pipe: Any, latents: torch.Tensor, height: int, width: int) ->
     mean, std = (torch.tensor(v).view(1, -1, 1, 1, 1) for v in (vae.config.latents_mean, vae.config.latents_std))
     # Dividing by the reciprocal, rounded twice, is what the stock pipeline does; in bf16 multiplying is not the same.
     z = z / (1.0 / std.to(z.device, z.dtype)) + mean.to(z.device, z.dtype)
-    max_pixels = MAX_CPU_DECODE_PIXELS if z.device.type == "cpu" else MAX_DECODE_PIXELS
+    max_pixels = MAX_CPU_DECODE_PIXELS if is_host(z.device) else MAX_DECODE_PIXELS
     chunk = 1 if vae.use_slicing else max(1, max_pixels // (height * width))
     return torch.cat([_decode(vae, part) for part in z.split(chunk)])
 
