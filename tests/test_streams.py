@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -55,6 +56,15 @@ def test_the_last_preview_resembles_the_picture_and_never_decodes(pipe):
         vae.decode = decode
     small = np.asarray(final.resize((16, 16), Image.Resampling.BOX)).astype(float)
     assert np.abs(np.asarray(previews[-1]).astype(float) - small).mean() < 40
+
+
+def test_a_preview_does_not_wait_for_the_step_that_is_running(pipe):
+    stream = pipe.stream("a red star on a blue background", seed=1, **CALL)
+    output = next(stream)
+    assert output.preview  # fitted to the VAE now
+    with pipe._engine.runner.lock, ThreadPoolExecutor(1) as other:  # a step holds it
+        assert other.submit(lambda: output.preview).result(timeout=30)
+    stream.close()
 
 
 def test_a_stream_validates_at_the_call(pipe):

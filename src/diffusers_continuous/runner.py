@@ -118,7 +118,10 @@ class DiffusionModelRunner:
         moments = [self._model.moment(row) for row in state.rows if row not in self._mover.lost]
 
         def draw() -> list[Any]:
-            with self.lock, torch.no_grad(), devices.current(self._device):
+            # Taking turns with the loop would make a preview wait for as long as a step takes.
+            is_free = all(map(self._model.can_preview_aside, moments))
+            turn = contextlib.nullcontext() if is_free else self.lock
+            with turn, torch.no_grad(), devices.current(self._device):
                 return [self._model.preview(moment) for moment in moments]
 
         return draw

@@ -1,12 +1,14 @@
-"""The two drawings of the demo: a labelled contact sheet and a timeline of every request's steps.
+"""The drawings of the demo and of the Space: a labelled contact sheet, and timelines of every request's steps.
 
-Knows pictures, labels and `StepRecord`s; draws with Pillow and matplotlib and starts nothing.
+Knows pictures, labels and `StepRecord`s; draws with Pillow and matplotlib, and as plain SVG what is drawn anew every
+second. Starts nothing.
 """
 
 from __future__ import annotations
 
+import html
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
 
 INK, MUTED, FRAME, PAPER = "#1f2933", "#8492a3", "#cbd2d9", "#ffffff"
 ENCODE, GUIDED, UNGUIDED, DECODE = "#f0a202", "#2a6f97", "#61a5c2", "#c8553d"
+
+# Pixels of the live timeline: its width, the part of it for labels, the height of a lane, of the load below.
+LIVE_WIDTH, LIVE_LABELS, LIVE_LANE, LIVE_LOAD = 900, 226, 20, 34
 
 
 @dataclass(frozen=True)
@@ -130,3 +135,110 @@ def _draw_load(axes: Axes, records: Sequence[StepRecord], start: float) -> None:
     axes.set_axisbelow(True)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
+
+
+def draw_live_timeline(
+    lanes: Sequence[Lane], records: Sequence[StepRecord], start_s: float, end_s: float, is_now: bool
+) -> str:
+    """`draw_timeline` from `start_s` to `end_s` as SVG, in milliseconds: a row per request, a bar per forward.
+
+    A request under way has `end_s` for its lane's `finish_s`; `is_now` says that `end_s` is the present. Text takes
+    the colour of the page around it.
+    """
+    axis = _LiveAxis(start_s, end_s, "now" if is_now else "last step")
+    shown = [record for record in records if record.end_s > start_s]
+    height = LIVE_LANE * (len(lanes) + 1) + LIVE_LOAD + 36
+    parts = [_live_legend(), axis.grid(LIVE_LANE, height - 18)]
+    for row, lane in enumerate(lanes, 1):
+        parts.append(_live_lane(lane, LIVE_LANE * row, axis, shown))
+    parts.append(_live_load([record for record in shown if record.kind == "denoise"], axis, height - 20))
+    name = f"The steps of {len(lanes)} requests in the last {end_s - start_s:.0f} seconds"
+    return (
+        f'<svg viewBox="0 0 {LIVE_WIDTH} {height}" width="100%" font-size="12" fill="currentColor" role="img" '
+        f'aria-label="{name}">{"".join(parts)}</svg>'
+    )
+
+
+@dataclass(frozen=True)
+class _LiveAxis:
+    """Engine seconds to pixels from the left."""
+
+    start_s: float
+    end_s: float
+    end_label: str
+
+    def __call__(self, time_s: float) -> float:
+        share = (max(time_s, self.start_s) - self.start_s) / (self.end_s - self.start_s)
+        return LIVE_LABELS + share * (LIVE_WIDTH - LIVE_LABELS)
+
+    def spans(self, records: Iterable[StepRecord]) -> Iterator[tuple[float, float]]:
+        """Left and right of each record's bar, with a thin gap after it; bars too thin to be told apart are one."""
+        left = right = None
+        for record in records:
+            begin, end = self(record.start_s), self(record.end_s)
+            if left is not None and right is not None:
+                if end - left < 3 and begin - right < 1:
+                    right = end
+                    continue
+                yield left, max(left + 0.5, right - 0.7)
+            left, right = begin, end
+        if left is not None and right is not None:
+            yield left, max(left + 0.5, right - 0.7)
+
+    def grid(self, top: float, bottom: float) -> str:
+        """A line and a label at every round number of seconds before the end."""
+        every = next(step for step in (1, 2, 5, 10, 20, 60, 300, 1200, 1e9) if (self.end_s - self.start_s) / step <= 8)
+        parts = []
+        ago = 0.0
+        while ago <= self.end_s - self.start_s:
+            x = self(self.end_s - ago)
+            label = f"-{ago:g} s" if ago else self.end_label
+            anchor = "middle" if ago else "end"
+            parts.append(
+                f'<path d="M{x:.1f} {top}V{bottom}" stroke="{FRAME}" stroke-opacity=".5"/>'
+                f'<text x="{x:.1f}" y="{bottom + 14}" text-anchor="{anchor}" fill="{MUTED}">{label}</text>'
+            )
+            ago += every
+        return "".join(parts)
+
+
+def _live_lane(lane: Lane, top: int, axis: _LiveAxis, records: Sequence[StepRecord]) -> str:
+    left, right = axis(lane.arrival_s), axis(lane.finish_s)
+    middle = top + LIVE_LANE // 2
+    parts = [
+        f'<text x="0" y="{middle + 4}">{html.escape(lane.label)}</text>',
+        f'<path d="M{left:.1f} {middle}H{right:.1f}" stroke="{MUTED}"/>',
+    ]
+    for kind, color in _colors(lane).items():
+        mine = [record for record in records if record.kind == kind and lane.request_id in record.request_ids]
+        bars = "".join(f"M{a:.1f} {top + 3}H{b:.1f}v{LIVE_LANE - 6}H{a:.1f}z" for a, b in axis.spans(mine))
+        parts.append(f'<path d="{bars}" fill="{color}"/>')
+    if lane.arrival_s >= axis.start_s:
+        parts.append(f'<path d="M{left:.1f} {top + 1}v{LIVE_LANE - 2}" stroke="currentColor" stroke-width="2"/>')
+    return "".join(parts)
+
+
+def _live_load(steps: Sequence[StepRecord], axis: _LiveAxis, floor: float) -> str:
+    """How many pictures each forward carried, standing on `floor`."""
+    most = max((len(step.request_ids) for step in steps), default=1)
+    bars = "".join(
+        f"M{axis(step.start_s):.1f} {floor:g}v{-LIVE_LOAD * len(step.request_ids) / most:.1f}"
+        f"H{axis(step.end_s):.1f}V{floor:g}z"
+        for step in steps
+    )
+    return (
+        f'<path d="{bars}" fill="{MUTED}"/><text x="0" y="{floor - 12:g}">pictures in one forward</text>'
+        f'<text x="{LIVE_LABELS - 8}" y="{floor - LIVE_LOAD + 9:g}" text-anchor="end">{most}</text>'
+        f'<text x="{LIVE_LABELS - 8}" y="{floor:g}" text-anchor="end">0</text>'
+    )
+
+
+def _live_legend() -> str:
+    parts = []
+    x = float(LIVE_LABELS)
+    entries = [(ENCODE, "prompt encoded"), (GUIDED, "step, guided"), (UNGUIDED, "step, unguided"), (DECODE, "decoded")]
+    for color, label in entries:
+        parts.append(f'<rect x="{x:g}" y="3" width="12" height="10" fill="{color}"/>')
+        parts.append(f'<text x="{x + 17:g}" y="12">{label}</text>')
+        x += 40 + 6.6 * len(label)
+    return "".join(parts)

@@ -175,6 +175,10 @@ class StepModel(Protocol):
         """What `preview` needs to draw the row as it stands now; costs a copy of its latents."""
         ...
 
+    def can_preview_aside(self, moment: Any) -> bool:
+        """True when `preview` of it only computes with copies, so that another thread may do it beside a step."""
+        ...
+
     def preview(self, moment: Any) -> Any:
         """A small picture of a moment, worked out without decoding it."""
         ...

@@ -385,17 +385,21 @@ class QwenImageStepModel:
         """Copies of the row's latents and last prediction, as they stand now."""
         sigmas = getattr(row.noise_scheduler, "sigmas", None)
         params = row.request.params
-        return Moment(row.latents, row.noise_pred, sigmas, row.step, params.height, params.width)
+        return Moment(row.latents, row.noise_pred, sigmas, row.step, params.height, params.width, self._preview)
+
+    def can_preview_aside(self, moment: Moment) -> bool:
+        """True once the preview is fitted: before, it needs the VAE."""
+        return moment.latent_preview.is_fitted
 
     def preview(self, moment: Moment) -> Any:
         """The picture that the last prediction points at, `x0 = x - sigma * v`; one pixel per 8 x 8 of the real one."""
-        if not self._preview.is_fitted:
+        if not moment.latent_preview.is_fitted:
             self._make_room(self._pipe.vae)
         latents = moment.latents
         if moment.noise_pred is not None and moment.sigmas is not None:
             sigma = moment.sigmas[moment.step].to(latents.device)
             latents = latents - sigma * moment.noise_pred.to(latents.device)
-        return self._preview.render(self._pipe, latents, moment.height, moment.width)
+        return moment.latent_preview.render(self._pipe, latents, moment.height, moment.width)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -408,6 +412,7 @@ class Moment:
     step: int
     height: int
     width: int
+    latent_preview: LatentPreview
 
 
 def _missing_prompts(row: Row) -> list[str]:
