@@ -1,4 +1,5 @@
 # make demo   set up and run the main job on the embedded model; pictures go to demo-output/
+# make space  set up and serve the page on which many draw on one engine; MODEL_ID and PID_ID choose other models
 # make test   set up and run the tests
 # make lint   ruff, its formatter, mypy
 PYTHON ?= python3
@@ -14,7 +15,7 @@ export OMP_WAIT_POLICY ?= passive
 # What an install depends on; an older stamp is made anew.
 SOURCES := pyproject.toml constraints.txt
 
-.PHONY: demo test lint clean
+.PHONY: demo space test lint clean
 .DEFAULT_GOAL := test
 
 $(VENV)/.created:
@@ -32,6 +33,9 @@ $(VENV)/.dev-installed: $(VENV)/.created $(SOURCES)
 
 demo: $(VENV)/.demo-installed
 	$(BIN)/diffusers-continuous demo --output $(DEMO_OUTPUT)
+
+space: $(VENV)/.demo-installed
+	$(BIN)/python space_app.py
 
 test: $(VENV)/.dev-installed
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)

@@ -287,13 +287,17 @@ class Space:
             ValueError: with the value and the limit.
         """
         if not prompt.strip():
-            raise ValueError("the prompt is empty: say what to draw")
+            raise ValueError("The prompt is empty: say what to draw.")
         width, height = read_size(size)
         if width * height > self.max_pixels:
             side = 2 * self.side
             raise ValueError(f"size {size} is too large for this page: at most {side}x{side}, or as many pixels")
         if seed is None:
-            raise ValueError("the seed is empty: give a whole number, or tick the box for a new one each time")
+            raise ValueError("The seed is empty: give a whole number, or tick the box for a new one each time.")
+        if "pid" in DECODERS[decoder] and early_stop_steps >= steps:
+            raise ValueError(
+                f"{early_stop_steps} of {steps} steps left to PiD is too much: leave it {steps - 1} at most"
+            )
         return Order(
             prompt=prompt,
             negative_prompt=(negative_prompt or " ") if cfg > 1 else None,
@@ -502,8 +506,7 @@ def _block(name: str, text: str) -> str:
 
 
 def _page_error(error: BaseException | None) -> gr.Error:
-    text = str(error)
-    return gr.Error(html.escape(text[:1].upper() + text[1:], quote=False), title="Not drawn", print_exception=False)
+    return gr.Error(html.escape(str(error), quote=False), title="Not drawn", duration=20, print_exception=False)
 
 
 # ---------------------------------------------------------------------- the page
