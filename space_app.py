@@ -52,7 +52,7 @@ POLL_S = 0.4  # how often a visitor without news is told the place in the queue
 UPDATE_S = 0.05  # shortest time between two updates of one visitor
 TIMELINE_S = 0.5  # shortest time between two drawings of the timeline, however many look
 
-VAE, PID, BOTH = "VAE", "PiD, 4x larger", "VAE beside PiD"
+VAE, PID, BOTH = "VAE", "PiD", "VAE beside PiD"
 DECODERS = {VAE: ("vae",), PID: ("pid",), BOTH: ("vae", "pid")}
 DECODER_NAMES = {"vae": "VAE", "pid": "PiD"}
 
@@ -96,7 +96,9 @@ CSS = """
 .beside { display: flex; align-items: end; padding-bottom: 1.4rem }
 .timeline { min-height: 15rem }
 .timeline p { margin: 0 0 .3rem; font-size: .9rem; font-variant-numeric: tabular-nums }
-.timeline svg { display: block; font-variant-numeric: tabular-nums }
+.timeline { overflow-x: auto }
+.timeline svg { display: block; min-width: 40rem; font-variant-numeric: tabular-nums }
+#gallery .grid-wrap { min-height: 0; height: auto }
 """
 
 
@@ -186,12 +188,19 @@ class Space:
     def _warm_up(self) -> None:
         """Previews fit themselves to the VAE first, which takes a while: not while a visitor waits."""
         with self.pipe.stream(SHAPES[0], true_cfg_scale=1.0, num_inference_steps=8) as stream:
-            assert next(stream).preview
+            for output in stream:
+                if output.preview:
+                    break
 
     @property
     def decoders(self) -> list[str]:
         """The choices of a visitor."""
         return [VAE] if self.pipe.decoder is None else list(DECODERS)
+
+    @property
+    def pid_scale(self) -> int:
+        """How many times larger PiD's pictures are; 1 without one."""
+        return 1 if self.pipe.decoder is None else self.pipe.decoder.transformer.config.sr_scale
 
     @property
     def sizes(self) -> list[str]:
@@ -260,7 +269,8 @@ class Space:
             if not mine:
                 self._drawings.pop(request.session_hash, None)
         done = [(str(each.path), _caption(each)) for each in drawings if each.path is not None]
-        gallery = [*done, *gallery][:NUM_GALLERY_PICTURES]
+        still_kept = [(path, caption) for path, caption in gallery if Path(path).exists()]
+        gallery = [*done, *still_kept][:NUM_GALLERY_PICTURES]
         shown = gr.Gallery(gallery, visible=bool(gallery))
         yield self.stage(drawings), order.seed, gallery, shown, gr.Button(interactive=False)
         for drawing in drawings:
@@ -308,7 +318,7 @@ class Space:
             seed=integer_reader("seed", 0, MAX_SEED)(seed),
             decoders=DECODERS[decoder],
             early_stop_steps=early_stop_steps,
-            deadline_s=deadline_s,
+            deadline_s=deadline_s or None,
             priority=priority or 0,
         )
 
@@ -530,7 +540,7 @@ def build(space: Space) -> gr.Blocks:
                     space.decoders,
                     value=space.decoders[-1],
                     label="Decoder",
-                    info="PiD turns the latents straight into a picture 4 times larger.",
+                    info=f"PiD turns the latents straight into a picture {space.pid_scale} times larger.",
                     visible=len(space.decoders) > 1,
                 )
                 with gr.Row():
@@ -549,7 +559,7 @@ def build(space: Space) -> gr.Blocks:
                     )
                     with gr.Row():
                         deadline_s = gr.Number(
-                            None, label="Deadline in seconds", info="Empty: 3 times what it takes alone."
+                            0, label="Deadline in seconds", info="0: three times what it takes alone."
                         )
                         priority = gr.Number(0, label="Priority", info="Lower runs first.", precision=0)
             with gr.Column(scale=7, min_width=480):
