@@ -454,7 +454,8 @@ class Space:
             return _block("timeline", f"The engine has stopped: {self.engine.fatal_error or 'it was told to'}")
         if not lanes:
             return _block("timeline", "The engine is idle. Its steps will be drawn here.")
-        is_busy = any(lane.finish_s == math.inf for lane in lanes)
+        num_under_way = sum(lane.finish_s == math.inf for lane in self._lanes.values())
+        is_busy = num_under_way > 0
         end_s = now if is_busy else max(lane.finish_s for lane in lanes)
         lanes = [dataclasses.replace(lane, finish_s=min(lane.finish_s, end_s)) for lane in lanes]
         longest_s = max(lane.finish_s - lane.arrival_s for lane in lanes)
@@ -465,8 +466,8 @@ class Space:
         steps = [record for record in stats.recent_steps if record.end_s > start_s]
         rows = [len(record.request_ids) for record in steps if record.kind == "denoise"]
         text = (
-            f"<strong>The engine</strong> {stats.num_running} running, {stats.num_waiting} waiting; "
-            f"{sum(rows) / max(1, len(rows)):.1f} pictures in a forward lately; "
+            f"<strong>The engine</strong> {num_under_way} pictures under way, {stats.num_waiting} of them waiting; "
+            f"{sum(rows) / max(1, len(rows)):.1f} in a forward lately; "
             f"{stats.num_by_status.get('finished', 0)} drawn since it started, {stats.num_on_time} of them on time"
         )
         return f'<div class="timeline"><p>{text}</p>{draw_live_timeline(lanes, steps, start_s, end_s, is_busy)}</div>'
