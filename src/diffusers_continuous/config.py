@@ -38,6 +38,10 @@ class ContinuousBatchingConfig:
             learned while running.
         batch_layout: How the tokens of a batch lie in memory. `"packed"`: one sequence without padding.
         attention_backend: `"auto"` picks by device; else a name of `attention.available_backends()`.
+        compile: Compile the transformer's repeated blocks when the engine is made: once for batches of every shape,
+            which takes tens of seconds. Attention and decoders, PiD too, run as they are. A float32 picture is then the
+            same alone or in a crowd up to rounding, not to the last bit. While anything hangs on the blocks that
+            compiled ones would pass over (LoRA, offloading, quantisation, hooks), they run uncompiled, with a warning.
         prompt_cache_size: Most prompts whose embeddings are kept for the next request that uses them.
         step_cache_threshold: Relative change of the transformer's first block below which a denoising step takes over
             what all later blocks did in the last full step, for each row and guidance branch by itself. 0 switches it
@@ -66,6 +70,7 @@ class ContinuousBatchingConfig:
     calibration: str | None = None
     batch_layout: str = "auto"
     attention_backend: str = "auto"
+    compile: bool = False
     prompt_cache_size: int = 128
     step_cache_threshold: float = 0.0
     page_size: int = 65536
@@ -90,6 +95,8 @@ class ContinuousBatchingConfig:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ConfigError(f"{name}={value!r} must be a whole number of at least {least}")
+        if not isinstance(self.compile, bool):
+            raise ConfigError(f"compile={self.compile!r} must be True or False")
         if self.page_size % 16:
             raise ConfigError(f"page_size={self.page_size!r} must be a multiple of 16")
         if not isinstance(self.max_memory_percent, int | float) or not 0 < self.max_memory_percent <= 1:

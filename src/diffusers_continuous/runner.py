@@ -69,6 +69,7 @@ class DiffusionModelRunner:
         self._compositions: dict[float, Composition] = {}  # by LoRA scale: such rows share a forward
         self._timings: list[Timing] = []
         self._token_limit: int | None = None
+        self._compile()
         self._mover = RowMover(self._make_swap(), self._prepare)
 
     # ------------------------------------------------------------------ what the engine asks
@@ -141,6 +142,12 @@ class DiffusionModelRunner:
                 self._device = self._model.device
                 self._mover.swap.close()
                 self._mover.swap = self._make_swap_or_least()
+        self._compile()
+
+    def _compile(self) -> None:
+        if self._config.compile:
+            with self.lock, torch.no_grad(), self._on_device():
+                self._model.compile()
 
     def close(self) -> None:
         """Leave the model as it was found."""

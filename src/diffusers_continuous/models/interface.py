@@ -131,6 +131,10 @@ class StepModel(Protocol):
         """True when only one big component fits the device at a time."""
         ...
 
+    def compile(self) -> None:
+        """Compile what the config asks for, with rows of nobody; no effect where that cannot be done."""
+        ...
+
     def prepare_encode(self, rows: Sequence[Row]) -> None:
         """Set `text` (and `negative_text`) of every row."""
         ...

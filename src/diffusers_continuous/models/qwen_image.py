@@ -25,12 +25,14 @@ from ..errors import FLOAT16_ADVICE, EngineStoppedError, RequestError, Unsupport
 from ..futures import RequestFuture
 from ..hooks import model_offload_hook
 from ..request import RequestState, Row, SamplingParams, TextEmbeds
+from .compiled_blocks import CompiledBlocks
 from .qwen_image_transformer import (
     Packed,
     can_merge,
     check_rows_stay_apart,
     install_packed_forward,
     uninstall_packed_forward,
+    why_not_compiled,
 )
 from .step_cache import BranchCache, StepCache
 
@@ -89,6 +91,8 @@ class QwenImageStepModel:
         self._rotary: OrderedDict[tuple[Any, ...], torch.Tensor] = OrderedDict()
         self._preview = LatentPreview()
         self._pid = PiDStage(config.max_decode_bytes)
+        self._compiled = CompiledBlocks() if config.compile else None
+        self._is_uncompiled = False
         self._attention_backend()  # a wrong choice is told now
         install_packed_forward(pipe.transformer, self)
 
@@ -293,6 +297,23 @@ class QwenImageStepModel:
             text=TextEmbeds(torch.zeros(1, config.joint_attention_dim, **tensor), 1),
         )
 
+    def compile(self) -> None:
+        """Compile the transformer's blocks if the config says so and nothing hangs on them."""
+        transformer = self._pipe.transformer
+        if self._can_compile(transformer):
+            assert self._compiled is not None
+            self._compiled.warm_up(transformer)
+
+    def _can_compile(self, transformer: QwenImageTransformer2DModel) -> bool:
+        """Whether to use compiled blocks now; says why not, when that begins."""
+        if self._compiled is None:
+            return False
+        reason = why_not_compiled(transformer)
+        if reason is not None and not self._is_uncompiled:
+            logger.warning("compile=True has no effect for now: %s, which compiled blocks would pass over", reason)
+        self._is_uncompiled = reason is not None
+        return reason is None
+
     def denoise_step(self, batch: InputBatch) -> list[torch.Tensor]:
         """Guided noise prediction of each row: (image tokens, channels)."""
         transformer = self._pipe.transformer
@@ -300,12 +321,13 @@ class QwenImageStepModel:
         self._make_room(transformer)
         scale = batch.rows[0].request.params.lora_scale
         cache = self._step_cache(batch) if self._config.step_cache_threshold else None
+        compiled = self._compiled if self._can_compile(transformer) else None
         noise_pred = transformer(
             hidden_states=batch.latents,
             encoder_hidden_states=batch.composition.prompt_embeds,
             timestep=batch.timesteps / 1000,
             attention_kwargs={"scale": scale} if scale != 1.0 else None,
-            packed=Packed(batch.layout, self._attention_backend(), can_merge(transformer), cache),
+            packed=Packed(batch.layout, self._attention_backend(), can_merge(transformer), cache, compiled),
         )
         self.num_branch_steps += batch.layout.num_rows
         self.num_skipped_branch_steps += 0 if cache is None else cache.num_skipped

@@ -18,12 +18,14 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+from diffusers.models.activations import GELU
+from diffusers.models.attention import FeedForward
 from diffusers.models.attention_processor import Attention
-from diffusers.models.normalization import AdaLayerNormContinuous
+from diffusers.models.normalization import AdaLayerNormContinuous, RMSNorm
 from diffusers.models.transformers.transformer_qwenimage import (
     QwenDoubleStreamAttnProcessor2_0,
     QwenImageTransformer2DModel,
@@ -37,6 +39,9 @@ from ..errors import UnsupportedModelError
 from ..hooks import has_stateful_hooks, is_bare, restore_forward, set_innermost_forward
 from .interface import BatchLayout, TokenStream
 from .step_cache import StepCache
+
+if TYPE_CHECKING:
+    from .compiled_blocks import CompiledBlocks
 
 # Up to this many runs of equal-length rows are modulated one by one by broadcasting; with more, one gather per token
 # is cheaper than the many small calls.
@@ -54,6 +59,7 @@ class Packed:
     attention: AttentionBackend
     can_merge: bool = False
     cache: StepCache | None = None
+    compiled: CompiledBlocks | None = None
 
 
 # By name and not as `type(self).forward`, which the compiler cannot trace.
@@ -137,6 +143,39 @@ def can_merge(transformer: QwenImageTransformer2DModel) -> bool:
     )
 
 
+# What a stock block consists of, with the forward of ours that it may have.
+_BLOCK_PARTS: dict[type[nn.Module], Callable[..., Any] | None] = dict.fromkeys(
+    (nn.Sequential, nn.ModuleList, nn.SiLU, nn.Linear, nn.LayerNorm, nn.Dropout, RMSNorm, FeedForward, GELU)
+)
+
+
+def why_not_compiled(transformer: QwenImageTransformer2DModel) -> str | None:
+    """What hangs on the transformer or its blocks and would be passed over if their weights were used directly."""
+    if not is_bare(transformer, _transformer_forward):
+        return "hooks hang on the transformer"
+    forwards = {**_BLOCK_PARTS, QwenImageTransformerBlock: _block_forward, Attention: _attention_forward}
+    for index, block in enumerate(transformer.transformer_blocks):
+        for name, module in block.named_modules():
+            reason = _why_not_plain(module, forwards)
+            if reason is not None:
+                return f"{'.'.join(filter(None, (f'transformer_blocks.{index}', name)))} {reason}"
+    return None
+
+
+def _why_not_plain(module: nn.Module, forwards: dict[type[nn.Module], Callable[..., Any] | None]) -> str | None:
+    if type(module) not in forwards:
+        return f"is a {type(module).__name__}"
+    if not is_bare(module, forwards[type(module)]):
+        return "has hooks"
+    if module._compiled_call_impl is not None:
+        return "is compiled already"
+    if any(parameter is not None and type(parameter) is not nn.Parameter for parameter in module._parameters.values()):
+        return "has weights of another kind"
+    if isinstance(module, nn.Dropout) and module.training and module.p:
+        return "drops features"
+    return None
+
+
 # ---------------------------------------------------------------------- the forwards
 
 
@@ -187,13 +226,18 @@ def _packed_blocks(
     """The image tokens after all blocks: (image tokens, dim)."""
     first, *later = blocks
 
+    def run(block: Any, image: torch.Tensor, text: torch.Tensor, part: Packed) -> tuple[torch.Tensor, torch.Tensor]:
+        if packed.compiled is not None and packed.compiled.can_run(part.layout):
+            return packed.compiled.run(block, image, text, temb, part.layout, part.attention)
+        return block(hidden_states=image, encoder_hidden_states=text, temb=temb, packed=part)
+
     def run_later(image: torch.Tensor, text: torch.Tensor, layout: BatchLayout) -> torch.Tensor:
         part = packed if layout is packed.layout else replace(packed, layout=layout)
         for block in later:
-            text, image = block(hidden_states=image, encoder_hidden_states=text, temb=temb, packed=part)
+            text, image = run(block, image, text, part)
         return image
 
-    text, after = first(hidden_states=image, encoder_hidden_states=text, temb=temb, packed=packed)
+    text, after = run(first, image, text, packed)
     if packed.cache is None:
         return run_later(after, text, packed.layout)
     return packed.cache.run(image, after, text, packed.layout, run_later)
@@ -372,16 +416,16 @@ def _project(
     """q, k and v: (tokens, heads, head_dim) each."""
     head_dim = attn.inner_dim // attn.heads
     linears = [getattr(attn, name) for name in names]
-    merged = _merged(layout, linears) if can_merge else None
-    if merged is None:
+    one = merged(layout.kept, linears) if can_merge else None
+    if one is None:
         return tuple(_by_call(linear, x, stream).unflatten(-1, (-1, head_dim)) for linear in linears)
-    qkv = F.linear(x, *merged)
-    _redo_small_calls(*merged, x, qkv, stream)
+    qkv = F.linear(x, *one)
+    _redo_small_calls(*one, x, qkv, stream)
     return qkv.unflatten(-1, (3, -1, head_dim)).unbind(1)
 
 
-def _merged(layout: BatchLayout, linears: list[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """q, k and v weights in one, kept with the batch's layout; None where the copy would cost too much.
+def merged(kept: dict[Any, Any], linears: list[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """q, k and v weights in one, kept in a layout's `kept`; None where the copy would cost too much.
 
     A layout ends when a row joins or leaves, so a weight that was edited between two requests is never missed, even
     by an edit that leaves address and version as they were (`weight.data += delta`).
@@ -391,12 +435,13 @@ def _merged(layout: BatchLayout, linears: list[nn.Linear]) -> tuple[torch.Tensor
     if torch.compiler.is_compiling() or is_large or first.is_inference():  # inference tensors count no versions
         return None
     version = tuple((t.data_ptr(), t._version) for linear in linears for t in (linear.weight, linear.bias))
-    kept = layout.kept.get(linears[0])
-    if kept is None or kept[0] != version:
-        weight = torch.cat([linear.weight for linear in linears])
-        kept = (version, weight, torch.cat([linear.bias for linear in linears]))
-        layout.kept[linears[0]] = kept
-    return kept[1:]
+    found = kept.get(linears[0])
+    if found is None or found[0] != version:
+        # Parameters, whose sizes the compiler takes as they are.
+        weight, bias = (torch.cat([getattr(linear, name) for linear in linears]) for name in ("weight", "bias"))
+        found = (version, *(nn.Parameter(t, requires_grad=False) for t in (weight, bias)))
+        kept[linears[0]] = found
+    return found[1:]
 
 
 def _is_plain(attn: Attention) -> bool:
