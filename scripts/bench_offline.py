@@ -3,18 +3,21 @@
     python scripts/bench_offline.py --requests 8 --size 128 --steps 20 --cfg 4
     python scripts/bench_offline.py --requests 8 --mixed
     python scripts/bench_offline.py --requests 1 --cfg 1
+    python scripts/bench_offline.py --requests 8 --size 128 --steps 20 --cfg 4 --compile
 
 The stock pipeline runs in a process of its own (`stock_process.py` says why), with equal weights, threads, prompts and
 noise. After a warm-up and a comparison of the
-pictures, stock and ours alternate; every figure is the median over the pairs. Each pair has new prompts, so that no
+pictures, stock and ours take turns; every figure is the median over the turns. Each turn has new prompts, so that no
 cache of embeddings helps (the shared negative prompt is encoded once, which is what the engine does). Prints the
-machine, the settings, a table, and one JSON object as the last line. The engine runs first come, first served: here
+machine, the settings, a table, and one JSON object as the last line. With `--compile` the engine runs compiled blocks,
+and every turn has a third run, of the same engine without them. The engine runs first come, first served: here
 only the last picture counts, so nothing has a deadline.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import gc
 import itertools
@@ -86,6 +89,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20, help="denoising steps (default: %(default)s)")
     parser.add_argument("--cfg", type=float, default=4.0, help="guidance scale, 1 is none (default: %(default)s)")
     parser.add_argument("--mixed", action="store_true", help="sizes from 96 to 256, every second request unguided")
+    parser.add_argument("--compile", action="store_true", help="compiled blocks, and the same without them")
     parser.add_argument("--repeats", type=int, default=5, help="pairs of runs, at least 3 (default: %(default)s)")
     parser.add_argument("--model", help="folder or repository (default: the embedded model)")
     parser.add_argument("--threads", type=int, help="torch threads of both sides (default: torch's own)")
@@ -115,7 +119,7 @@ class Bench:
         self.ours = ContinuousBatchingPipeline.from_pretrained(source, dtype=dtype).to(self.device)
         self.engine = self.ours.init_continuous_batching(
             continuous_batching_config=ContinuousBatchingConfig(
-                max_requests_per_batch=max(64, args.requests), scheduler_type="fcfs"
+                max_requests_per_batch=max(64, args.requests), scheduler_type="fcfs", compile=args.compile
             )
         )
         self.last_outputs: list[Any] = []
@@ -139,8 +143,21 @@ class Bench:
                 raise output.error
         return [output.images[0] for output in self.last_outputs]
 
+    @contextlib.contextmanager
+    def uncompiled(self) -> Iterator[None]:
+        """The engine runs no compiled blocks inside."""
+        model = self.engine.runner._model
+        compiled, model._compiled = model._compiled, None
+        try:
+            yield
+        finally:
+            model._compiled = compiled
+
     def largest_difference(self) -> int:
-        """Warms both sides up and compares their pictures."""
+        """Warms all sides up and compares their pictures."""
+        if self.args.compile:
+            with self.uncompiled():
+                self.draw_ours([request.call_arguments() for request in self.next_requests()])
         requests = self.next_requests()
         pictures, _ = self.stock_process.draw(requests)
         ours = self.draw_ours([request.call_arguments() for request in requests])
@@ -173,17 +190,32 @@ class Bench:
             latencies.extend(output.metrics.latency_s for output in self.last_outputs)
             return seconds
 
+        sides = {"stock": stock, "ours": ours}
+        if self.args.compile:
+            sides["uncompiled"] = self._uncompiled_s
         start = self.engine.clock()
-        pairs = time_pairs(self.next_requests, stock, ours, self.args.repeats)
+        turns = time_turns(self.next_requests, sides, self.args.repeats)
         steps = [step for step in self.engine.stats().recent_steps if step.start_s >= start and step.kind == "denoise"]
+        compiled = {}
+        if self.args.compile:
+            compiled = {
+                "uncompiled_throughput_ratio": turns.ratio("stock", "uncompiled"),
+                "compiled_speedup": turns.ratio("uncompiled", "ours"),
+            }
         return {
-            "throughput_ratio": pairs.ratio,
-            "images_per_s": self.args.requests / pairs.ours_s,
-            "stock_images_per_s": self.args.requests / pairs.stock_s,
+            "throughput_ratio": turns.ratio("stock", "ours"),
+            **compiled,
+            "images_per_s": self.args.requests / turns.median_s("ours"),
+            "stock_images_per_s": self.args.requests / turns.median_s("stock"),
             "p50_latency_s": float(np.percentile(latencies, 50)),
             "p95_latency_s": float(np.percentile(latencies, 95)),
             "mean_rows_per_step": statistics.mean(len(step.request_ids) for step in steps),
         }
+
+    def _uncompiled_s(self, requests: list[BenchRequest]) -> float:
+        calls = [request.call_arguments() for request in requests]
+        with self.uncompiled():
+            return _seconds(lambda: self.draw_ours(calls))
 
     def measure_denoising(self) -> dict[str, Any]:
         """The steps alone: embeddings go in, latents come out."""
@@ -196,8 +228,8 @@ class Bench:
             ]
             return _seconds(lambda: self.draw_ours(calls))
 
-        pairs = time_pairs(self.next_requests, self.stock_process.denoise_s, ours, self.args.repeats)
-        return {"denoise_ratio": pairs.ratio, "stock_denoise_s": pairs.stock_s, "denoise_s": pairs.ours_s}
+        turns = time_turns(self.next_requests, {"stock": self.stock_process.denoise_s, "ours": ours}, self.args.repeats)
+        return turns.figures("denoise")
 
     def _tensor(self, value: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
         tensor = torch.from_numpy(value).to(self.device)
@@ -209,7 +241,7 @@ class Bench:
         def stock(rows: list[Row]) -> float:
             return _seconds(lambda: [self._decode_stock(row) for row in rows])
 
-        def measure(rows: list[Row], model: Any, make: Callable[..., InputBatch]) -> Pairs:
+        def measure(rows: list[Row], model: Any, make: Callable[..., InputBatch]) -> Turns:
             def decode(rows: list[Row]) -> None:
                 by_size = sorted(rows, key=_row_size)
                 for _, group in itertools.groupby(by_size, key=_row_size):
@@ -219,10 +251,9 @@ class Bench:
                 return _seconds(lambda: decode(rows))
 
             copies = [copy.copy(row) for row in rows]
-            return time_pairs(lambda: copies, stock, ours, max(5, self.args.repeats))
+            return time_turns(lambda: copies, {"stock": stock, "ours": ours}, max(5, self.args.repeats))
 
-        pairs = self._in_a_step(self.next_requests(), measure)
-        return {"decode_ratio": pairs.ratio, "stock_decode_s": pairs.stock_s, "decode_s": pairs.ours_s}
+        return self._in_a_step(self.next_requests(), measure).figures("decode")
 
     def _decode_stock(self, row: Row) -> torch.Tensor:
         """The lines of the stock pipeline's `__call__` after its last step."""
@@ -247,12 +278,26 @@ class Bench:
             bare = median_ms(bare_products(self.stock.transformer, made), 15)
             return median_ms(lambda: model.denoise_step(made), 15), bare
 
+        def measure_compiled(rows: list[Row], model: Any, make: Callable[..., InputBatch]) -> float:
+            made = make(rows, model)
+
+            def uncompiled(_: Any) -> float:
+                with self.uncompiled():
+                    return _seconds(lambda: model.denoise_step(made))
+
+            sides = {"ours": lambda _: _seconds(lambda: model.denoise_step(made)), "uncompiled": uncompiled}
+            return time_turns(lambda: None, sides, 25).ratio("ours", "uncompiled")
+
         again, new = {}, {}
         for num_rows in (8, 64):
             small = [BenchRequest(next(self.prompts), 128, 128, 6, 4.0, index) for index in range(num_rows)]
             again[str(num_rows)], new[str(num_rows)] = self._in_a_step(small, measure_making)
         forward, bare = self._in_a_step(self.next_requests(), measure_forward)
+        compiled = {}
+        if self.args.compile:
+            compiled["compiled_forward_ratio"] = self._in_a_step(self.next_requests(), measure_compiled)
         return {
+            **compiled,
             "make_batch_ms": again,
             "make_new_batch_ms": new,
             "forward_ms": forward,
@@ -358,28 +403,36 @@ def _waiting_request(index: int) -> RequestState:
 
 
 @dataclass(frozen=True)
-class Pairs:
-    """Medians over paired runs; the ratio is the median of each pair's ratio."""
+class Turns:
+    """Seconds of every side in each turn."""
 
-    stock_s: float
-    ours_s: float
-    ratio: float
+    seconds: dict[str, list[float]]
+
+    def median_s(self, side: str) -> float:
+        """Its usual time."""
+        return statistics.median(self.seconds[side])
+
+    def ratio(self, slow: str, fast: str) -> float:
+        """How many times as long `slow` takes: the median of each turn's ratio."""
+        return statistics.median(a / b for a, b in zip(self.seconds[slow], self.seconds[fast], strict=True))
+
+    def figures(self, what: str) -> dict[str, float]:
+        """Of stock against ours, by name."""
+        return {
+            f"{what}_ratio": self.ratio("stock", "ours"),
+            f"stock_{what}_s": self.median_s("stock"),
+            f"{what}_s": self.median_s("ours"),
+        }
 
 
-def time_pairs(
-    prepare: Callable[[], Any], stock: Callable[[Any], float], ours: Callable[[Any], float], repeats: int
-) -> Pairs:
-    """Seconds that `stock` and `ours` take for what `prepare()` gives, in turn, a warm-up pair first."""
-    times = []
+def time_turns(prepare: Callable[[], Any], sides: dict[str, Callable[[Any], float]], repeats: int) -> Turns:
+    """Seconds that each side says it takes for what `prepare()` gives, in turn, a turn to warm up first."""
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(repeats + 1):
         prepared = prepare()
-        times.append([side(prepared) for side in (stock, ours)])
-    del times[0]
-    return Pairs(
-        stock_s=statistics.median(stock_s for stock_s, _ in times),
-        ours_s=statistics.median(ours_s for _, ours_s in times),
-        ratio=statistics.median(stock_s / ours_s for stock_s, ours_s in times),
-    )
+        for name, side in sides.items():
+            seconds[name].append(side(prepared))
+    return Turns({name: times[1:] for name, times in seconds.items()})
 
 
 def median_ms(run: Callable[[], Any], repeats: int) -> float:
@@ -439,7 +492,8 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
     """What was asked for."""
     size = "96 to 256, mixed" if args.mixed else f"{args.width}x{args.height}"
     guidance = f"{args.cfg:g} and none in turn" if args.mixed else f"{args.cfg:g}"
-    return {"requests": args.requests, "size": size, "steps": args.steps, "cfg": guidance, "repeats": args.repeats}
+    numbers = {"requests": args.requests, "size": size, "steps": args.steps, "cfg": guidance, "repeats": args.repeats}
+    return {**numbers, "compile": args.compile}
 
 
 def print_header(args: argparse.Namespace, where: dict[str, Any]) -> None:
@@ -456,6 +510,8 @@ def print_header(args: argparse.Namespace, where: dict[str, Any]) -> None:
 
 TABLE = (
     ("throughput, prompt to picture", "throughput_ratio", "x stock"),
+    ("the same, blocks not compiled", "uncompiled_throughput_ratio", "x stock"),
+    ("throughput by compiling", "compiled_speedup", "x not compiled"),
     ("denoising alone", "denoise_ratio", "x stock"),
     ("decoding alone", "decode_ratio", "x stock"),
     ("pictures", "images_per_s", "per s"),
@@ -468,12 +524,15 @@ TABLE = (
     ("a decision, 1,000 wait, slowest policy", "schedule_ms", "ms"),
     ("denoising forward", "forward_ms", "ms"),
     ("its products and attention", "bare_ms", "ms"),
+    ("denoising forward by compiling", "compiled_forward_ratio", "x not compiled"),
     ("forward over those", "overhead_ratio", "x"),
 )
 
 
 def print_table(result: dict[str, Any]) -> None:
     for label, key, unit in TABLE:
+        if key not in result:
+            continue
         by_rows = result[key] if isinstance(result[key], dict) else {"": result[key]}
         for rows, value in by_rows.items():
             print(f"  {label + (rows and f', {rows} rows'):<38} {value:9.3f} {unit}")
