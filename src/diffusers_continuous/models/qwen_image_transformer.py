@@ -144,32 +144,32 @@ def can_merge(transformer: QwenImageTransformer2DModel) -> bool:
 
 
 # What a stock block consists of, with the forward of ours that it may have.
-_BLOCK_PARTS: dict[type[nn.Module], Callable[..., Any] | None] = dict.fromkeys(
+_PARTS: dict[type[nn.Module], Callable[..., Any] | None] = dict.fromkeys(
     (nn.Sequential, nn.ModuleList, nn.SiLU, nn.Linear, nn.LayerNorm, nn.Dropout, RMSNorm, FeedForward, GELU)
 )
 
 
 def why_not_compiled(transformer: QwenImageTransformer2DModel) -> str | None:
-    """What hangs on the transformer or its blocks and would be passed over if their weights were used directly."""
+    """What would be passed over if the blocks' weights were used without their modules; None when nothing."""
     if not is_bare(transformer, _transformer_forward):
-        return "hooks hang on the transformer"
-    forwards = {**_BLOCK_PARTS, QwenImageTransformerBlock: _block_forward, Attention: _attention_forward}
+        return "the transformer has hooks"
+    parts = {**_PARTS, QwenImageTransformerBlock: _block_forward, Attention: _attention_forward}
     for index, block in enumerate(transformer.transformer_blocks):
-        for name, module in block.named_modules():
-            reason = _why_not_plain(module, forwards)
+        for name, module in block.named_modules(prefix=f"transformer_blocks.{index}"):
+            reason = _why_not_plain(module, parts)
             if reason is not None:
-                return f"{'.'.join(filter(None, (f'transformer_blocks.{index}', name)))} {reason}"
+                return f"{name} {reason}"
     return None
 
 
-def _why_not_plain(module: nn.Module, forwards: dict[type[nn.Module], Callable[..., Any] | None]) -> str | None:
-    if type(module) not in forwards:
-        return f"is a {type(module).__name__}"
-    if not is_bare(module, forwards[type(module)]):
+def _why_not_plain(module: nn.Module, parts: dict[type[nn.Module], Callable[..., Any] | None]) -> str | None:
+    if type(module) not in parts:
+        return f"is a {type(module).__module__}.{type(module).__name__}"
+    if not is_bare(module, parts[type(module)]):
         return "has hooks"
     if module._compiled_call_impl is not None:
         return "is compiled already"
-    if any(parameter is not None and type(parameter) is not nn.Parameter for parameter in module._parameters.values()):
+    if any(type(weight) is not nn.Parameter for weight in module._parameters.values() if weight is not None):
         return "has weights of another kind"
     if isinstance(module, nn.Dropout) and module.training and module.p:
         return "drops features"
