@@ -77,7 +77,7 @@ class CompiledBlocks:
             with inductor.patch(compile_threads=1):
                 _run_example(transformer, before, after)
         except Exception as error:
-            reason = str(error).strip().partition("\n")[0]
+            reason = " ".join(str(error).partition("\n\n")[0].split())  # advice to the compiler's developers follows
             logger.warning("compile=True has no effect: the compiler failed with %s: %s", type(error).__name__, reason)
             return
         self._before, self._after = before, after

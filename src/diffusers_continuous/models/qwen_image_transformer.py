@@ -154,11 +154,11 @@ def why_not_compiled(transformer: QwenImageTransformer2DModel) -> str | None:
     if not is_bare(transformer, _transformer_forward):
         return "the transformer has hooks"
     parts = {**_PARTS, QwenImageTransformerBlock: _block_forward, Attention: _attention_forward}
-    for index, block in enumerate(transformer.transformer_blocks):
-        for name, module in block.named_modules(prefix=f"transformer_blocks.{index}"):
-            reason = _why_not_plain(module, parts)
-            if reason is not None:
-                return f"{name} {reason}"
+    for module in transformer.transformer_blocks.modules():
+        reason = _why_not_plain(module, parts)
+        if reason is not None:
+            name = next(name for name, other in transformer.named_modules() if other is module)
+            return f"{name} {reason}"
     return None
 
 
