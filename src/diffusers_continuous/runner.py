@@ -146,7 +146,7 @@ class DiffusionModelRunner:
 
     def _compile(self) -> None:
         if self._config.compile:
-            with self.lock, torch.no_grad(), self._on_device():
+            with self.lock, torch.no_grad(), devices.current(self._device):
                 self._model.compile()
 
     def close(self) -> None:
