@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from conftest import generator
-from diffusers_continuous.batch import InputBatch, _runs
+from diffusers_continuous.batch import InputBatch
+from diffusers_continuous.layouts import _runs
 
 
 def test_runs_are_neighbours_of_one_length_and_skip_empty_rows():

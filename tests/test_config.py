@@ -17,7 +17,7 @@ from diffusers_continuous import ConfigError, ContinuousBatchingConfig, resolve_
         ({"steps_per_chunk": 0}, "steps_per_chunk=0 .* at least 1, or 'auto'"),
         ({"slo_scale": 0}, "slo_scale=0"),
         ({"calibration": 3}, "calibration=3 must be a path"),
-        ({"batch_layout": "paked"}, r"choose from \['auto', 'packed'\]"),
+        ({"batch_layout": "paked"}, r"choose from \['auto', 'packed', 'padded', 'tiled'\]"),
         ({"max_requests_per_batch": 0}, "max_requests_per_batch=0 .* at least 1"),
         ({"max_batch_tokens": 2.5}, "max_batch_tokens=2.5"),
         ({"max_queue_size": -1}, "max_queue_size=-1 .* at least 0"),

@@ -26,6 +26,7 @@ PATH = [
     "scheduler",
     "runner",
     "batch",
+    "layouts",
     "models",
     "attention",
     "decode",

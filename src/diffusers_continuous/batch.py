@@ -1,4 +1,4 @@
-"""`InputBatch`: the chosen rows' tensors gathered into one packed forward, and the way back.
+"""`InputBatch`: the chosen rows' tensors gathered into one forward, and the way back.
 
 An ephemeral view. What stays the same while the same rows run together (text, rotary tables, index tensors) is kept
 from the previous batch; per step only latents, timesteps and guidance scales are gathered. Knows no scheduling rule
@@ -7,37 +7,25 @@ and calls no model.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
+from .layouts import LAYOUTS, Branch, choose_layout, neighbours, packed, ranges, to_device
 from .memory.host_swap import Gather, HostSwap
-from .models.interface import SMALL_PRODUCT, BatchLayout, JointRows, Run, StepModel, TokenStream
-from .request import Row, TextEmbeds
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Branch:
-    """One sequence of the forward: the conditional or the negative side of a row; `call` is its call's first row."""
-
-    row: int
-    call: int
-    is_negative: bool
-    text: TextEmbeds
-    num_image_tokens: int
-
-    @property
-    def length(self) -> int:
-        """Tokens of the sequence that attention sees."""
-        return self.text.num_tokens + self.num_image_tokens
+from .models.interface import BatchLayout, StepModel
+from .request import Row
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Guidance:
-    """The image tokens of all guided rows in turn: (tokens,) of either branch, and float32 scales (tokens, 1)."""
+    """The image tokens of all guided rows in turn: (tokens,) of either branch, and float32 scales (tokens, 1).
+
+    Both branches of a row lie in one order, so that tiles need not be put together before.
+    """
 
     cond_index: torch.Tensor
     negative_index: torch.Tensor
@@ -61,12 +49,12 @@ class Composition:
     gather: Gather | None = None
 
     def subset(self, indices: tuple[int, ...]) -> BatchLayout:
-        """The layout of some of the branches, over the same table of rows; made once for each choice."""
+        """The layout of some branches of a packed batch, over the same table of rows; made once for each choice."""
         key = "subset", indices
         if key not in self.layout.kept:
             branches = [self.branches[i] for i in indices]
             rotary = self.layout.rotary.split([branch.length for branch in self.branches])
-            layout = _batch_layout(branches, self.layout.calls, [rotary[i] for i in indices])
+            layout = packed(branches, self.layout.calls, [rotary[i] for i in indices])
             self.layout.kept[key] = replace(layout, kept=self.layout.kept)  # merged weights serve both
         part: BatchLayout = self.layout.kept[key]
         return part
@@ -74,11 +62,11 @@ class Composition:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InputBatch:
-    """One packed forward.
+    """One forward.
 
     Attributes:
         rows: The rows, in the order in which `timesteps` counts them.
-        latents: (image tokens of all branches, channels).
+        latents: (image tokens of all branches, channels), in the layout's order.
         timesteps: (rows,) as the noise schedulers give them, in the latents' dtype.
         composition: Everything that does not change while the same rows run together.
     """
@@ -95,11 +83,13 @@ class InputBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the forward, both streams, all branches."""
+        """Tokens of the forward, both streams, all branches, padding too."""
         return int(self.composition.layout.joint_index.shape[0])
 
     def scatter(self, noise_pred: torch.Tensor) -> list[torch.Tensor]:
-        """Guide and split the forward's result: one (image tokens, channels) view per row."""
+        """Split the guided result of the forward: (image tokens, channels) per row, in image order."""
+        if self.layout.recover_index is not None:
+            noise_pred = noise_pred.index_select(0, self.layout.recover_index)
         return [noise_pred[tokens] for tokens in self.composition.cond_slices]
 
     @staticmethod
@@ -117,6 +107,8 @@ class InputBatch:
             composition = _compose(key, rows, model, swap)
         if composition.gather is None:
             latents = torch.cat([rows[branch.row].latents for branch in composition.branches])
+            if composition.layout.scatter_index is not None:
+                latents = latents.index_select(0, composition.layout.scatter_index)
         else:
             latents = composition.gather()
         dtype = latents.dtype
@@ -134,8 +126,9 @@ def _compose(
     key: tuple[object, ...], rows: Sequence[Row], model: StepModel, swap: HostSwap | None = None
 ) -> Composition:
     branches = _sorted_branches(rows)
-    calls = tuple(_neighbours([row.request for row in rows]))
-    layout = _batch_layout(branches, calls, [model.rotary(rows[b.row], b.is_negative) for b in branches])
+    calls = tuple(neighbours([row.request for row in rows]))
+    make_layout = LAYOUTS[choose_layout(model.batch_layout, branches)]
+    layout = make_layout(branches, calls, [model.rotary(rows[b.row], b.is_negative) for b in branches])
     starts = np.cumsum([0, *(branch.num_image_tokens for branch in branches)])
     tokens = {
         (branch.row, branch.is_negative): slice(int(start), int(start) + branch.num_image_tokens)
@@ -145,11 +138,25 @@ def _compose(
         key=key,
         branches=branches,
         layout=layout,
-        prompt_embeds=torch.cat([branch.text.embeds for branch in branches]),
+        prompt_embeds=_prompt_embeds(branches, layout),
         cond_slices=tuple(tokens[r, False] for r in range(len(rows))),
         guidance=_guidance(rows, tokens, layout.rotary.device),
-        gather=None if swap is None else swap.gather("latents", [rows[branch.row].pages for branch in branches]),
+        gather=None if swap is None else _gather(rows, branches, layout, swap),
     )
+
+
+def _prompt_embeds(branches: Sequence[Branch], layout: BatchLayout) -> torch.Tensor:
+    """(text tokens, dim), 0 where the layout has padding."""
+    embeds = [branch.text.embeds for branch in branches]
+    return torch.cat(embeds) if layout.joint.valid is None else pad_sequence(embeds, batch_first=True).flatten(0, 1)
+
+
+def _gather(rows: Sequence[Row], branches: Sequence[Branch], layout: BatchLayout, swap: HostSwap) -> Gather | None:
+    """Reads the latents in the layout's order."""
+    gather = swap.gather("latents", [rows[branch.row].pages for branch in branches])
+    if gather is None or layout.scatter_index is None:
+        return gather
+    return replace(gather, index=gather.index[layout.scatter_index])
 
 
 def _guidance(rows: Sequence[Row], tokens: dict[tuple[int, bool], slice], device: torch.device) -> Guidance | None:
@@ -158,11 +165,11 @@ def _guidance(rows: Sequence[Row], tokens: dict[tuple[int, bool], slice], device
         return None
     lengths = np.array([rows[r].num_image_tokens for r in guided])
     cond, negative = (
-        _ranges(np.array([tokens[r, is_negative].start for r in guided]), lengths) for is_negative in (False, True)
+        ranges(np.array([tokens[r, is_negative].start for r in guided]), lengths) for is_negative in (False, True)
     )
     scales = np.array([rows[r].request.params.true_cfg_scale for r in guided], dtype=np.float32)
     per_token = torch.from_numpy(np.repeat(scales, lengths))
-    return Guidance(_to(cond, device), _to(negative, device), per_token.to(device)[:, None])
+    return Guidance(to_device(cond, device), to_device(negative, device), per_token.to(device)[:, None])
 
 
 def _sorted_branches(rows: Sequence[Row]) -> tuple[Branch, ...]:
@@ -171,79 +178,12 @@ def _sorted_branches(rows: Sequence[Row]) -> tuple[Branch, ...]:
     first_row: dict[object, int] = {}
     for r, row in enumerate(rows):
         assert row.text is not None
-        call = first_row.setdefault(row.request, r)
-        branches.append(Branch(r, call, False, row.text, row.num_image_tokens))
+        call, params = first_row.setdefault(row.request, r), row.request.params
+        branches.append(Branch(r, call, False, row.text, params.height, params.width))
         if row.negative_text is not None:
-            branches.append(Branch(r, call, True, row.negative_text, row.num_image_tokens))
+            branches.append(Branch(r, call, True, row.negative_text, params.height, params.width))
 
     def key(branch: Branch) -> tuple[int, ...]:
         return branch.num_image_tokens, branch.text.num_tokens, branch.call, branch.is_negative, branch.row
 
     return tuple(sorted(branches, key=key))
-
-
-def _batch_layout(branches: Sequence[Branch], calls: tuple[slice, ...], rotary: Sequence[torch.Tensor]) -> BatchLayout:
-    """`calls` cut the table of rows; `rotary` has a table per branch."""
-    device = rotary[0].device
-    text_lengths = np.array([branch.text.num_tokens for branch in branches])
-    image_lengths = np.array([branch.num_image_tokens for branch in branches])
-    owners = np.array([branch.row for branch in branches])
-    joint_starts = np.cumsum(text_lengths + image_lengths) - (text_lengths + image_lengths)
-    text_index = _ranges(joint_starts, text_lengths)
-    image_index = _ranges(joint_starts + text_lengths, image_lengths)
-    joint_index = np.empty(len(text_index) + len(image_index), dtype=np.int64)
-    joint_index[text_index] = np.arange(len(text_index))
-    joint_index[image_index] = np.arange(len(text_index), len(joint_index))
-    products = _neighbours([(branch.call, branch.is_negative) for branch in branches])
-    return BatchLayout(
-        image=_stream(image_lengths, owners, products, device),
-        text=_stream(text_lengths, owners, products, device),
-        calls=calls,
-        joint=_joint_rows(text_lengths + image_lengths, device),
-        joint_index=_to(joint_index, device),
-        text_index=_to(text_index, device),
-        image_index=_to(image_index, device),
-        rotary=torch.cat(list(rotary)),
-    )
-
-
-def _joint_rows(lengths: np.ndarray, device: torch.device) -> JointRows:
-    cu_seqlens = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)).to(device)
-    return JointRows(_runs(lengths), tuple(lengths.tolist()), cu_seqlens)
-
-
-def _stream(lengths: np.ndarray, owners: np.ndarray, calls: Sequence[slice], device: torch.device) -> TokenStream:
-    ends = np.cumsum(lengths)
-    call_lengths = np.array([int(lengths[call].sum()) for call in calls])
-    limit = min(SMALL_PRODUCT, int(ends[-1]))
-    small = tuple(run for run in _runs(call_lengths) if run.length < limit)
-    return TokenStream(_runs(lengths), _to(owners, device), _to(np.repeat(owners, lengths), device), small)
-
-
-def _neighbours(keys: Sequence[object]) -> list[slice]:
-    """Cut into slices of neighbours with one key."""
-    cuts = [0, *(i for i in range(1, len(keys)) if keys[i] != keys[i - 1]), len(keys)]
-    return [slice(start, stop) for start, stop in itertools.pairwise(cuts)]
-
-
-def _runs(lengths: np.ndarray) -> tuple[Run, ...]:
-    """Cut a stream into runs of neighbouring rows of one length; rows without tokens are in none."""
-    runs, start, first = [], 0, 0
-    for last in range(1, len(lengths) + 1):
-        if last < len(lengths) and lengths[last] == lengths[first]:
-            continue
-        length, count = int(lengths[first]), last - first
-        if length:
-            runs.append(Run(start, start + length * count, first, count, length))
-        start, first = start + length * count, last
-    return tuple(runs)
-
-
-def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Concatenated `arange(start, start + length)`."""
-    ends = np.cumsum(lengths)
-    return np.arange(ends[-1]) + np.repeat(starts - (ends - lengths), lengths)
-
-
-def _to(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(device)

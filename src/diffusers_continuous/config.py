@@ -13,7 +13,7 @@ from .errors import ConfigError, ContinuousBatchingError
 
 SCHEDULER_TYPES = ("edf", "fcfs", "least_slack", "slo")
 ON_HOPELESS = ("fail", "run_last")
-BATCH_LAYOUTS = ("auto", "packed")
+BATCH_LAYOUTS = ("auto", "packed", "padded", "tiled")
 
 
 @dataclass(frozen=True)

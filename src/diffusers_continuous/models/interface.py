@@ -1,6 +1,7 @@
-"""The verbs that the runner asks of a model, and how tokens lie in a packed batch. Nouns only.
+"""The verbs that the runner asks of a model, and how tokens lie in a batch. Nouns only.
 
-A packed batch keeps the image tokens of all branches in one sequence and their text tokens in another, without padding:
+A batch keeps the image tokens of all branches in one sequence and their text tokens in another; `layouts` draws the
+three ways. The packed one, without padding:
 
     image   | row 0 ........ | row 1 ........ | row 2 .. |      row = one branch of one request,
     text    | row 0 .. | row 1 .... | row 2 .. |                 sorted so that equal lengths are neighbours
@@ -85,15 +86,20 @@ class BatchLayout:
     """Everything about a batch that does not change from step to step.
 
     Attributes:
+        name: One of `config.BATCH_LAYOUTS`, but not "auto".
         image, text: The two streams.
         joint: The rows in the joint order; attention stays inside a row.
         joint_index: (tokens,) joint order as indices into [all text tokens, all image tokens].
         text_index, image_index: Where the text and image tokens lie in the joint order.
         rotary: (tokens, head_dim / 2) complex64 in joint order.
         calls: The rows of the modulation table that belong to one pipeline call each.
+        scatter_index: (image tokens,) image order, row after row, to the order of the image stream: `x[scatter_index]`
+            cuts images into tiles. None where the two are one.
+        recover_index: (image tokens,) the way back: `x[recover_index]` puts the tiles together.
         kept: What the model works out once for this batch; ends with it.
     """
 
+    name: str
     image: TokenStream
     text: TokenStream
     joint: JointRows
@@ -102,12 +108,19 @@ class BatchLayout:
     image_index: torch.Tensor
     rotary: torch.Tensor
     calls: tuple[slice, ...]
+    scatter_index: torch.Tensor | None = None
+    recover_index: torch.Tensor | None = None
     kept: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def num_rows(self) -> int:
         """Branches of the batch."""
-        return len(self.image.modulation_index)
+        return len(self.joint.lengths)
+
+    @property
+    def is_joint(self) -> bool:
+        """True when all text tokens and then all image tokens are the joint order."""
+        return self.num_rows == 1 and self.scatter_index is None
 
 
 class StepModel(Protocol):
@@ -116,15 +129,17 @@ class StepModel(Protocol):
     Attributes:
         num_branch_steps: Guidance branches that went through `denoise_step`, a branch counted at every step.
         num_skipped_branch_steps: How many of them used their step cache in place of most of the network.
+        batch_layout: How the tokens of its batches lie, one of `config.BATCH_LAYOUTS`.
     """
+
+    num_branch_steps: int
+    num_skipped_branch_steps: int
+    batch_layout: str
 
     @property
     def device(self) -> torch.device:
         """Where rows live and forwards run."""
         ...
-
-    num_branch_steps: int
-    num_skipped_branch_steps: int
 
     @property
     def is_phased(self) -> bool:

@@ -88,6 +88,8 @@ class QwenImageStepModel:
         self._prompts: OrderedDict[tuple[str, int], TextEmbeds] = OrderedDict()
         self._config = config
         self.num_branch_steps = self.num_skipped_branch_steps = 0
+        # What branches keep between their steps is in image order, and some leave in the middle of a step.
+        self.batch_layout = "packed" if config.step_cache_threshold else config.batch_layout
         self._rotary: OrderedDict[tuple[Any, ...], torch.Tensor] = OrderedDict()
         self._preview = LatentPreview()
         self._pid = PiDStage(config.max_decode_bytes)

@@ -458,12 +458,12 @@ def _is_plain(attn: Attention) -> bool:
 def _joined(text: torch.Tensor, image: torch.Tensor, layout: BatchLayout) -> torch.Tensor:
     """Text and image tokens in joint order, each row's text before its image."""
     joint = torch.cat([text, image])
-    return joint if layout.num_rows == 1 else joint.index_select(0, layout.joint_index)
+    return joint if layout.is_joint else joint.index_select(0, layout.joint_index)
 
 
 def _parted(joint: torch.Tensor, layout: BatchLayout) -> tuple[torch.Tensor, torch.Tensor]:
     """Text and image tokens out of the joint order."""
-    if layout.num_rows == 1:
+    if layout.is_joint:
         text, image = joint.split([len(layout.text_index), len(layout.image_index)])
         return text, image
     return joint.index_select(0, layout.text_index), joint.index_select(0, layout.image_index)

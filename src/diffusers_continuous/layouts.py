@@ -1,0 +1,233 @@
+"""How the tokens of a batch lie in memory: packed, padded or tiled. Knows lengths and sizes; no latents, no model.
+
+A layout answers three questions: in which order tokens lie, which row of the modulation table belongs to which token,
+and which tokens attention may compare. In all three, attention sees row after row, each as its text and then its image
+in image order, so that neither it nor the rotary tables depend on the layout.
+
+    packed    image   | row 0 ........ | row 1 ........ | row 2 .. |      all tokens, without padding
+              text    | row 0 .. | row 1 .... | row 2 .. |
+
+    padded    image   | row 0 ........ | row 1 ........ | row 2 ........ |      equally many image tokens in every row,
+              text    | row 0 .. 0 0 | row 1 ...... | row 2 . 0 0 0 |           every text as long as the longest
+
+    tiled     image   | 0,0 | 0,1 | 0,2 | 0,3 | 1,0 | 1,1 | 2,0 |      row, tile: equal squares, a run of short rows
+              text    | row 0 .. | row 1 .... | row 2 .. |
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from .models.interface import SMALL_PRODUCT, BatchLayout, JointRows, Run, TokenStream
+from .request import TextEmbeds
+
+# Pixels of an image token's side; no tile is smaller.
+TOKEN_SIDE = 16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Branch:
+    """One sequence of the forward: the conditional or the negative side of a row.
+
+    `call` is its pipeline call's first row; `height` and `width` are its image's, in pixels.
+    """
+
+    row: int
+    call: int
+    is_negative: bool
+    text: TextEmbeds
+    height: int
+    width: int
+
+    @property
+    def num_image_tokens(self) -> int:
+        """Tokens of the image."""
+        return self.height // TOKEN_SIDE * (self.width // TOKEN_SIDE)
+
+    @property
+    def length(self) -> int:
+        """Tokens of text and image."""
+        return self.text.num_tokens + self.num_image_tokens
+
+
+def choose_layout(batch_layout: str, branches: Sequence[Branch]) -> str:
+    """The layout of a batch, where the config says `batch_layout`."""
+    can_pad = len({branch.num_image_tokens for branch in branches}) == 1
+    if batch_layout == "auto" or (batch_layout == "padded" and not can_pad):
+        return "packed"
+    return batch_layout
+
+
+def tile_side(sizes: Iterable[tuple[int, int]]) -> int:
+    """Side in pixels of the largest square that tiles images of all these (height, width), at least a token's."""
+    return max(TOKEN_SIDE, math.gcd(*itertools.chain.from_iterable(sizes)))
+
+
+# ---------------------------------------------------------------------- the three
+
+
+def packed(branches: Sequence[Branch], calls: tuple[slice, ...], rotary: Sequence[torch.Tensor]) -> BatchLayout:
+    """All tokens and nothing else.
+
+    Args:
+        branches: Sorted so that equal lengths are neighbours.
+        calls: The rows of each pipeline call.
+        rotary: Of every branch, (text + image tokens, head_dim / 2).
+    """
+    return _in_turn(branches, calls, rotary, _text_lengths(branches))
+
+
+def padded(branches: Sequence[Branch], calls: tuple[slice, ...], rotary: Sequence[torch.Tensor]) -> BatchLayout:
+    """As `packed`, but with every text padded at its end to the length of the longest.
+
+    All images must have equally many tokens. Where no text is shorter than another, nothing is padded.
+    """
+    lengths = _text_lengths(branches)
+    longest = int(lengths.max())
+    tables = [_pad(table, n, longest) for table, n in zip(rotary, lengths.tolist(), strict=True)]
+    layout = _in_turn(branches, calls, tables, np.full_like(lengths, longest))
+    if lengths.min() == longest:
+        return replace(layout, name="padded")
+    is_word = np.arange(longest) < lengths[:, None]  # (rows, longest)
+    is_image = np.ones((len(branches), branches[0].num_image_tokens), dtype=bool)
+    valid = torch.from_numpy(np.concatenate([is_word, is_image], axis=1).ravel()).to(layout.rotary.device)
+    return replace(
+        layout,
+        name="padded",
+        text=replace(layout.text, small_calls=_small_padded_texts(branches, longest)),
+        joint=replace(layout.joint, valid=valid),
+    )
+
+
+def tiled(branches: Sequence[Branch], calls: tuple[slice, ...], rotary: Sequence[torch.Tensor]) -> BatchLayout:
+    """As `packed`, but with every image cut into squares of one `tile_side`, so that all are rows of one length."""
+    layout = packed(branches, calls, rotary)
+    side = tile_side((branch.height, branch.width) for branch in branches) // TOKEN_SIDE
+    scatter_index = np.concatenate([_tile_order(branch, side) for branch in branches])
+    image_lengths = np.array([branch.num_image_tokens for branch in branches])
+    scatter_index += np.repeat(np.cumsum(image_lengths) - image_lengths, image_lengths)
+    recover_index = np.argsort(scatter_index)
+    num_tokens, length, device = len(scatter_index), side**2, layout.rotary.device
+    owners = np.array([branch.row for branch in branches])
+    image = replace(
+        layout.image,
+        runs=(Run(0, num_tokens, 0, num_tokens // length, length),),
+        modulation_index=to_device(np.repeat(owners, image_lengths // length), device),
+    )
+    num_text = len(layout.text_index)
+    moved = to_device(np.concatenate([np.arange(num_text), num_text + recover_index]), device)
+    scatter = to_device(scatter_index, device)
+    return replace(
+        layout,
+        name="tiled",
+        image=image,
+        joint_index=moved[layout.joint_index],
+        image_index=layout.image_index[scatter],
+        scatter_index=scatter,
+        recover_index=to_device(recover_index, device),
+    )
+
+
+LAYOUTS = {"packed": packed, "padded": padded, "tiled": tiled}
+
+
+# ---------------------------------------------------------------------- pieces
+
+
+def _in_turn(
+    branches: Sequence[Branch], calls: tuple[slice, ...], rotary: Sequence[torch.Tensor], text_lengths: np.ndarray
+) -> BatchLayout:
+    """The branches' images one behind the other, and their texts, which take `text_lengths` tokens in memory."""
+    device = rotary[0].device
+    image_lengths = np.array([branch.num_image_tokens for branch in branches])
+    lengths = text_lengths + image_lengths
+    starts = np.cumsum(lengths) - lengths
+    text_index = ranges(starts, text_lengths)
+    image_index = ranges(starts + text_lengths, image_lengths)
+    joint_index = np.empty(len(text_index) + len(image_index), dtype=np.int64)
+    joint_index[text_index] = np.arange(len(text_index))
+    joint_index[image_index] = np.arange(len(text_index), len(joint_index))
+    owners = np.array([branch.row for branch in branches])
+    products = neighbours([(branch.call, branch.is_negative) for branch in branches])
+    return BatchLayout(
+        name="packed",
+        image=_stream(image_lengths, owners, products, device),
+        text=_stream(text_lengths, owners, products, device),
+        calls=calls,
+        joint=_joint_rows(lengths, device),
+        joint_index=to_device(joint_index, device),
+        text_index=to_device(text_index, device),
+        image_index=to_device(image_index, device),
+        rotary=torch.cat(list(rotary)),
+    )
+
+
+def _joint_rows(lengths: np.ndarray, device: torch.device) -> JointRows:
+    cu_seqlens = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)).to(device)
+    return JointRows(_runs(lengths), tuple(lengths.tolist()), cu_seqlens)
+
+
+def _stream(lengths: np.ndarray, owners: np.ndarray, products: Sequence[slice], device: torch.device) -> TokenStream:
+    call_lengths = np.array([int(lengths[call].sum()) for call in products])
+    limit = min(SMALL_PRODUCT, int(lengths.sum()))
+    small = tuple(run for run in _runs(call_lengths) if run.length < limit)
+    return TokenStream(_runs(lengths), to_device(owners, device), to_device(np.repeat(owners, lengths), device), small)
+
+
+def _small_padded_texts(branches: Sequence[Branch], longest: int) -> tuple[Run, ...]:
+    """The short texts without their padding. Those of a call of several rows, which lie apart, are taken one by one."""
+    runs = (Run(i * longest, i * longest + n, i, 1, n) for i, n in enumerate(_text_lengths(branches).tolist()))
+    return tuple(run for run in runs if 0 < run.length < SMALL_PRODUCT)
+
+
+def _text_lengths(branches: Sequence[Branch]) -> np.ndarray:
+    return np.array([branch.text.num_tokens for branch in branches])
+
+
+def _pad(rotary: torch.Tensor, num_words: int, longest: int) -> torch.Tensor:
+    """Zeros between the `num_words` of a text and its image, so that the text has `longest` tokens."""
+    words, image = rotary[:num_words], rotary[num_words:]
+    return torch.cat([words, rotary.new_zeros(longest - num_words, rotary.shape[1]), image])
+
+
+def _tile_order(branch: Branch, side: int) -> np.ndarray:
+    """The image's tokens tile by tile, as indices into image order; `side` in tokens."""
+    height, width = branch.height // TOKEN_SIDE, branch.width // TOKEN_SIDE
+    grid = np.arange(height * width).reshape(height // side, side, width // side, side)
+    return grid.swapaxes(1, 2).ravel()  # (rows of tiles, columns of tiles, side, side)
+
+
+def neighbours(keys: Sequence[object]) -> list[slice]:
+    """Cut into slices of neighbours with one key."""
+    cuts = [0, *(i for i in range(1, len(keys)) if keys[i] != keys[i - 1]), len(keys)]
+    return [slice(start, stop) for start, stop in itertools.pairwise(cuts)]
+
+
+def _runs(lengths: np.ndarray) -> tuple[Run, ...]:
+    """Cut a stream into runs of neighbouring rows of one length; rows without tokens are in none."""
+    runs, start, first = [], 0, 0
+    for last in range(1, len(lengths) + 1):
+        if last < len(lengths) and lengths[last] == lengths[first]:
+            continue
+        length, count = int(lengths[first]), last - first
+        if length:
+            runs.append(Run(start, start + length * count, first, count, length))
+        start, first = start + length * count, last
+    return tuple(runs)
+
+
+def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Concatenated `arange(start, start + length)`."""
+    ends = np.cumsum(lengths)
+    return np.arange(ends[-1]) + np.repeat(starts - (ends - lengths), lengths)
+
+
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """An int64 tensor of the array."""
+    return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(device)
