@@ -36,7 +36,10 @@ class ContinuousBatchingConfig:
             that can. `"fail"`: it ends at once with a `DeadlineError`.
         calibration: File of `scripts/calibrate_cost_model.py` for this device and model. Without one, durations are
             learned while running.
-        batch_layout: How the tokens of a batch lie in memory. `"packed"`: one sequence without padding.
+        batch_layout: How the tokens of a batch lie in memory; pictures are the same in each. `"packed"`: one sequence
+            without padding. `"padded"`: texts padded to the longest, for rows of one number of image tokens; a batch
+            of others is packed. `"tiled"`: images cut into squares, as large as the greatest common divisor of all
+            heights and widths in the batch. `"auto"` is packed. With a step cache, every batch is packed.
         attention_backend: `"auto"` picks by device; else a name of `attention.available_backends()`.
         compile: Compile the transformer's repeated blocks when the engine is made: once for batches of every shape,
             which takes tens of seconds. Attention and decoders, PiD too, run as they are. A float32 picture is then the

@@ -112,7 +112,6 @@ def tiled(branches: Sequence[Branch], calls: tuple[slice, ...], rotary: Sequence
     scatter_index = np.concatenate([_tile_order(branch, side) for branch in branches])
     image_lengths = np.array([branch.num_image_tokens for branch in branches])
     scatter_index += np.repeat(np.cumsum(image_lengths) - image_lengths, image_lengths)
-    recover_index = np.argsort(scatter_index)
     num_tokens, length, device = len(scatter_index), side**2, layout.rotary.device
     owners = np.array([branch.row for branch in branches])
     image = replace(
@@ -120,6 +119,9 @@ def tiled(branches: Sequence[Branch], calls: tuple[slice, ...], rotary: Sequence
         runs=(Run(0, num_tokens, 0, num_tokens // length, length),),
         modulation_index=to_device(np.repeat(owners, image_lengths // length), device),
     )
+    if (np.diff(scatter_index) == 1).all():
+        return replace(layout, name="tiled", image=image)
+    recover_index = np.argsort(scatter_index)
     num_text = len(layout.text_index)
     moved = to_device(np.concatenate([np.arange(num_text), num_text + recover_index]), device)
     scatter = to_device(scatter_index, device)

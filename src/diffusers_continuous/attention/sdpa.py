@@ -28,7 +28,7 @@ class SDPABackend:
 
 
 def _key_mask(rows: JointRows) -> torch.Tensor | None:
-    """(rows, 1, 1, length) bool, False at padding; None where nothing is padded, since any mask takes a slower kernel."""
+    """(rows, 1, 1, length) bool, False at padding. None where nothing is padded: any mask takes a slower kernel."""
     if rows.valid is None:
         return None
     if "key_mask" not in rows.kept:
