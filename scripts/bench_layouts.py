@@ -260,7 +260,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--attention-backend", default="auto", help="(default: %(default)s)")
     parser.add_argument("--sides", type=int, nargs="+", default=[64, 128, 256], help="pixels, multiples of 32")
     parser.add_argument("--rows", type=int, default=8, help="rows of a mix (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=21, help="rounds (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=11, help="rounds (default: %(default)s)")
     parser.add_argument("--threads", type=int, help="torch threads (default: torch's own)")
     args = parser.parse_args()
     if wrong := [side for side in args.sides if side < 64 or side % 32]:

@@ -13,7 +13,7 @@ from diffusers import FirstBlockCacheConfig
 
 from conftest import assert_latents_equal, assert_pictures_equal, generator, load_stock
 from diffusers_continuous.batch import InputBatch
-from diffusers_continuous.layouts import Branch, tile_side, tiled
+from diffusers_continuous.layouts import Branch, choose_layout, tile_side, tiled
 from diffusers_continuous.request import TextEmbeds
 
 LAYOUTS = ["packed", "padded", "tiled"]
@@ -100,9 +100,15 @@ def test_every_row_equals_its_stock_solo_run(make_pipe, solo_latents, layout, ba
     assert layouts[0] == (layout if fits(layout, calls) else "packed")
 
 
+@pytest.mark.parametrize("mix", MIXES)
+def test_auto_is_packed(mix):
+    branches = [make_branch(row, c["height"], c["width"]) for row, c in enumerate(MIXES[mix])]
+    assert choose_layout("auto", branches) == "packed"
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_pictures_equal_the_stock_pictures(make_pipe, stock, layout):
-    calls = MIXES["transposed"]
+    calls = MIXES["transposed"][:2]
     drawn, _ = draw_together(
         make_pipe(batch_layout=layout), [{**c, "generator": generator(seed)} for seed, c in enumerate(calls)]
     )
@@ -291,11 +297,11 @@ def test_rows_that_cannot_be_padded_are_packed(rows_and_model):
 # ---------------------------------------------------------------------- with a step cache
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["padded", "tiled"])
 def test_a_step_cache_sees_packed_rows_and_decides_as_ever(make_pipe, layout):
     cached_stock = load_stock()
     cached_stock.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.12))
-    calls = [call(96, 96, 3, steps=12), call(96, 192, 9, steps=8)]
+    calls = [call(96, 192, 3, steps=10), call(192, 96, 9, steps=8)]
     drawn, layouts = draw_together(
         make_pipe(batch_layout=layout, step_cache_threshold=0.12),
         [{**c, "generator": generator(seed), "output_type": "latent"} for seed, c in enumerate(calls)],

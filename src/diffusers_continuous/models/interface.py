@@ -50,7 +50,7 @@ class TokenStream:
     Attributes:
         runs: The stream cut into runs of equal-length rows.
         modulation_index: (rows,) which row of the modulation table belongs to each row.
-        token_modulation_index: (tokens,) the same per token, for streams of too many runs.
+        token_modulation_index: (tokens,) the same per token, for streams of small runs.
         small_calls: The pipeline calls that have only a few tokens in this stream, neighbours of one length together;
             see `SMALL_PRODUCT`.
     """
