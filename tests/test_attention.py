@@ -131,12 +131,16 @@ def test_the_picture_is_the_stock_pipelines(name, make_pipe, stock):
 
 def test_in_bf16_it_is_as_close_to_the_exact_picture_as_the_stock_pipeline_in_bf16(make_pipe, stock):
     call = {**CALLS[0], **COMMON, "num_inference_steps": 6}
-    noise = torch.randn(1, 24, 64, generator=generator(0)).bfloat16()
-    right = stock(**call, latents=noise.float()).images
-    theirs = load_stock(torch.bfloat16)(**call, latents=noise).images
+    # Of one picture the error is a matter of chance: a shape's edge falls here or there.
+    noises = torch.randn(8, 1, 24, 64, generator=generator(0)).bfloat16()
+    in_bf16 = load_stock(torch.bfloat16)
+    right = torch.cat([stock(**call, latents=noise.float()).images for noise in noises])
+    theirs = torch.cat([in_bf16(**call, latents=noise).images for noise in noises])
     with installed("flash"):
-        ours = make_pipe(dtype=torch.bfloat16, attention_backend="flash")(**call, latents=noise).images
+        pipe = make_pipe(dtype=torch.bfloat16, attention_backend="flash")
+        ours = torch.cat([pipe(**call, latents=noise).images for noise in noises])
     error, stock_error = ((images.float() - right).pow(2).mean().sqrt() for images in (ours, theirs))
+    print(f"rms error in bf16: {error:.4f}, stock {stock_error:.4f}")
     assert error <= 1.5 * stock_error
 
 
