@@ -259,6 +259,7 @@ def test_anything_but_a_truth_value_is_refused(make_pipe):
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # its import
 def test_the_real_compiler_draws_the_same_picture_and_leaves_no_process(make_pipe, stock, caplog):
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     with caplog.at_level(logging.INFO):
         pipe = make_pipe(compile=True)
     assert "compiled the transformer's blocks in" in caplog.text
