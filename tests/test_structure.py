@@ -19,6 +19,7 @@ SOURCE = Path(diffusers_continuous.__file__).parent
 # A module may import what stands to its right, or a noun. Never what stands to its left.
 PATH = [
     "cli",
+    "serving",
     "pipeline",
     "streams",
     "callbacks",
@@ -49,6 +50,7 @@ NOUNS = {
     "models.interface",
     "policy",
     "request",
+    "sizes",
 }
 
 

@@ -37,7 +37,11 @@ class DeadlineError(ContinuousBatchingError):
 
 
 class QueueFullError(ContinuousBatchingError):
-    """The waiting queue has reached `max_queue_size` rows."""
+    """The waiting queue has reached `max_queue_size` rows. There will be room in `retry_after_s`, as predicted."""
+
+    def __init__(self, message: str, retry_after_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class EngineStoppedError(ContinuousBatchingError):

@@ -231,13 +231,17 @@ def _most_tokens(prompt: str | None, max_sequence_length: int) -> int:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Times of one request on the engine's clock, in seconds. `deadline_s` is when its pictures should be there."""
+    """Times of one request on the engine's clock, in seconds. `deadline_s` is when its pictures should be there.
+
+    `num_prompt_tokens` are those of the prompt of the row that ran first; None until then.
+    """
 
     arrival_s: float
     deadline_s: float = math.inf
     first_step_s: float | None = None
     first_step_end_s: float | None = None
     finish_s: float | None = None
+    num_prompt_tokens: int | None = None
 
     @property
     def queue_wait_s(self) -> float | None:

@@ -262,9 +262,11 @@ class DiffusionModelRunner:
             self._step(sharing, predictions, errors)
         self._check_finite([row for row in good if row not in errors], predictions, errors)
         end = self._clock()
-        for state in dict.fromkeys(row.request for row in rows):
-            if state.metrics.first_step_s is None:
-                state.metrics.first_step_s, state.metrics.first_step_end_s = start, end
+        for row in rows:
+            metrics = row.request.metrics
+            if metrics.first_step_s is None:
+                metrics.first_step_s, metrics.first_step_end_s = start, end
+                metrics.num_prompt_tokens = row.text_tokens[0]
         self._told(Stage.DENOISE, rows, start, num_retries, errors)
 
     def _check_finite(self, rows: Sequence[Row], predictions: dict[Row, torch.Tensor], errors: Errors) -> None:

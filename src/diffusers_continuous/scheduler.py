@@ -128,7 +128,8 @@ class StepScheduler:
             room_s = next((finish_s for _, finish_s in finishes), now)
             raise QueueFullError(
                 f"{num_rows} more rows do not fit: {self.num_waiting} rows wait and max_queue_size={limit}; "
-                f"there will be room in about {room_s - now:.1f} s"
+                f"there will be room in about {room_s - now:.1f} s",
+                retry_after_s=room_s - now,
             )
 
     def _set_deadline(self, state: RequestState) -> None:

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 
 from .engine import DiffusionEngine
-from .request import CallbackCall, RequestOutput, RequestState
+from .request import CallbackCall, RequestOutput, RequestState, RequestStatus
 
 
 class RequestStream:
@@ -25,6 +25,37 @@ class RequestStream:
     def request_id(self) -> str:
         """The request's name, for `engine.cancel_request`."""
         return self._state.request_id
+
+    @property
+    def status(self) -> RequestStatus:
+        """Where the request stands now."""
+        return self._state.status
+
+    @property
+    def step(self) -> int:
+        """Denoising steps that every picture of the request has done."""
+        return self._state.step
+
+    @property
+    def num_steps(self) -> int:
+        """Denoising steps to be done."""
+        return self._state.num_steps
+
+    def listen(self, listener: Callable[[RequestOutput], None], final_only: bool = False) -> None:
+        """Have `listener` called with every output, none left out, in place of iterating.
+
+        The engine's thread calls it and waits for it, so it must be quick and raise nothing. The final output may be
+        told twice. Not for a request with a callback.
+        """
+        self._state.streaming = not final_only
+
+        def announce() -> None:
+            event = self._state.future.take(timeout=0)
+            if isinstance(event, RequestOutput):
+                self._is_over |= event.finished
+                listener(event)
+
+        self._state.future.add_listener(announce)
 
     def __iter__(self) -> RequestStream:
         return self

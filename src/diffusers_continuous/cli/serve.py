@@ -1,0 +1,165 @@
+"""`diffusers-continuous serve`: one pipeline behind OpenAI's images API."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from . import arguments
+from .arguments import ArgumentParser, choice_reader, integer_reader, option_type
+
+if TYPE_CHECKING:
+    from diffusers_continuous import ContinuousBatchingPipeline
+    from diffusers_continuous.serving import ServingSettings
+
+DESCRIPTION = """\
+Serves one pipeline to many clients at once: POST /v1/images/generations as OpenAI's clients send it, GET /v1/models,
+/health and /metrics, GET and DELETE /v1/requests/{id}. Everybody's denoising steps run together."""
+
+API_KEY_VARIABLE = "DIFFUSERS_CONTINUOUS_API_KEY"
+EPILOG = f"""\
+The key may also stand in the environment variable {API_KEY_VARIABLE}, where other users of this machine do not see it.
+Ctrl-C, or a SIGTERM, lets accepted requests finish for --drain-s seconds; a second Ctrl-C ends at once.
+exit code: 0 stopped as told; 1 the model cannot be loaded; 2 a mistake in the call."""
+
+METRICS_PREFIXES = ("diffusers_continuous", "vllm_omni")
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = _parser()
+    options = parser.parse_all(argv)
+    try:
+        from diffusers_continuous.serving import create_app
+        from diffusers_continuous.serving.server import Server
+    except ModuleNotFoundError as error:
+        parser.error(f"{error.name} is not installed: pip install 'diffusers-continuous[serving]'")
+    options.api_key = options.api_key or os.environ.get(API_KEY_VARIABLE) or None
+    try:
+        settings = _settings(options)
+    except ValueError as error:
+        parser.error(str(error))
+    try:
+        pipe = _load(options)
+    except (OSError, ValueError) as error:
+        print(f"error: {options.model or 'the embedded model'} cannot be loaded: {error}", file=sys.stderr)
+        return 1
+    server = Server(create_app(lambda: pipe, settings), options.host, options.port)
+    server.run()
+    return 0 if server.started else 1
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(prog="diffusers-continuous serve", description=DESCRIPTION, epilog=EPILOG)
+    add = parser.add_argument
+    add("--model", metavar="PATH_OR_REPO", help="a Qwen-Image model (default: the embedded one)")
+    add(
+        "--served-model-name",
+        action="append",
+        metavar="NAME",
+        help="what clients call the model; may be given several times (default: the last part of --model)",
+    )
+    add(
+        "--decoder-model",
+        metavar="PATH_OR_REPO",
+        help="a PiDDecoder; then pictures are 4 times larger than what is denoised unless a request asks for the vae",
+    )
+    add("--host", default="127.0.0.1", metavar="ADDRESS", help="default: %(default)s, which only this machine reaches")
+    add("--port", type=option_type(integer_reader("port", 0, 65535)), default=8000, metavar="N", help="default: 8000")
+    add("--api-key", metavar="KEY", help="what clients must send as `Authorization: Bearer KEY`")
+    add("--allow-unauthenticated", action="store_true", help="let other machines in without a key")
+    add(
+        "--cors-origin",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="a web origin whose pages may call; may be given several times (default: none)",
+    )
+    positive = option_type(integer_reader("number", 1))
+    add("--max-size", type=positive, default=2048, metavar="N", help="longest side in pixels (default: %(default)s)")
+    add(
+        "--max-steps",
+        type=option_type(arguments.read_steps),
+        default=200,
+        metavar="N",
+        help="most denoising steps of a request (default: %(default)s)",
+    )
+    add("--max-n", type=positive, default=10, metavar="N", help="most pictures of a request (default: %(default)s)")
+    add(
+        "--max-queue",
+        type=option_type(integer_reader("max-queue", 0)),
+        default=256,
+        metavar="N",
+        help="most pictures that may wait for a place; later ones get 429; 0 for no limit (default: %(default)s)",
+    )
+    add(
+        "--max-batch",
+        type=option_type(arguments.read_max_batch),
+        default=32,
+        metavar="N",
+        help="most pictures in one forward (default: %(default)s)",
+    )
+    add(
+        "--max-body-bytes",
+        type=positive,
+        default=2**20,
+        metavar="N",
+        help="longest request body (default: %(default)s)",
+    )
+    add("--media-dir", type=Path, metavar="DIR", help="keep pictures here and let clients have them as URLs")
+    add(
+        "--drain-s",
+        type=option_type(integer_reader("drain-s", 0)),
+        default=30,
+        metavar="S",
+        help="seconds that accepted requests get to finish when the server is stopped (default: %(default)s)",
+    )
+    add(
+        "--metrics-prefix",
+        type=option_type(choice_reader("metrics-prefix", METRICS_PREFIXES)),
+        default=METRICS_PREFIXES[0],
+        metavar="NAME",
+        help=f"what the names of the metrics start with: {' or '.join(METRICS_PREFIXES)} (default: %(default)s)",
+    )
+    return parser
+
+
+def _settings(options: argparse.Namespace) -> ServingSettings:
+    from diffusers_continuous import ContinuousBatchingConfig
+    from diffusers_continuous.serving import ServingSettings
+    from diffusers_continuous.serving.settings import is_loopback
+
+    if not is_loopback(options.host) and options.api_key is None and not options.allow_unauthenticated:
+        raise ValueError(
+            f"--host {options.host} lets other machines in: set --api-key or {API_KEY_VARIABLE}, "
+            "or say --allow-unauthenticated"
+        )
+    name = "tiny-qwen-image" if options.model is None else Path(options.model).name
+    return ServingSettings(
+        model_names=tuple(options.served_model_name or [name]),
+        engine_config=ContinuousBatchingConfig(
+            max_queue_size=options.max_queue, max_requests_per_batch=options.max_batch
+        ),
+        max_size=options.max_size,
+        max_steps=options.max_steps,
+        max_n=options.max_n,
+        max_body_bytes=options.max_body_bytes,
+        api_key=options.api_key,
+        cors_origins=tuple(options.cors_origin),
+        media_dir=options.media_dir,
+        metrics_prefix=options.metrics_prefix,
+        drain_s=options.drain_s,
+    )
+
+
+def _load(options: argparse.Namespace) -> ContinuousBatchingPipeline:
+    from .loading import EMBEDDED_MODEL, load_decoder, load_pipeline
+
+    print(f"loading {options.model or EMBEDDED_MODEL}", file=sys.stderr)
+    pipe = load_pipeline(options.model)
+    if options.decoder_model is not None:
+        pipe.decoder = load_decoder(options.decoder_model)
+    return pipe
