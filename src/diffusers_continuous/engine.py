@@ -19,7 +19,7 @@ from typing import Any
 
 from .errors import EngineStoppedError, RequestCancelledError, RequestError, StepFailedError
 from .futures import RequestFuture
-from .metrics import EngineStats, StatsRecorder
+from .metrics import EngineStats, StatsObserver, StatsRecorder
 from .request import CallbackCall, RequestOutput, RequestState, RequestStatus, SchedulerOutput
 from .runner import DiffusionModelRunner
 from .scheduler import StepScheduler
@@ -334,14 +334,20 @@ class DiffusionEngine:
         """A snapshot of what the engine does and did."""
         with self._condition:
             scheduler = self.scheduler
+            num_running = len({row.request for row in (*scheduler.running, *scheduler.decoding)})
             return self._stats.snapshot(
                 len(scheduler.running),
                 scheduler.num_waiting,
+                (num_running, len(self._active) - num_running),
                 scheduler.num_preemptions,
                 scheduler.cost_model.prediction_error(),
                 scheduler.memory.usage(),
                 scheduler.config.max_batch_tokens,
             )
+
+    def observe(self, observer: StatsObserver | None) -> None:
+        """Have `observer`, in place of the last one, told of all work and all endings from now on."""
+        self._stats.observer = observer
 
     # ------------------------------------------------------------------ the loop
 

@@ -6,6 +6,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from .request import RequestMetrics, RequestStatus, Row, Stage
 
@@ -30,18 +31,34 @@ class StepRecord:
         return 1e3 * (self.end_s - self.start_s)
 
 
+class StatsObserver(Protocol):
+    """Is told what the recorder counts, at the moment it happens, by the engine's threads; must be quick."""
+
+    def on_step(self, record: StepRecord) -> None:
+        """A piece of work was done on the device."""
+        ...
+
+    def on_ending(self, status: RequestStatus, metrics: RequestMetrics) -> None:
+        """A request ended."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """A snapshot. Means are over everything since the start; zeros mean that it has not happened yet.
 
     Attributes:
         num_running, num_waiting: Rows in the batch and in the queue now.
+        num_running_requests, num_waiting_requests: Requests with a row in the batch or being decoded now, and those
+            without one, which wait for the first time or make way.
         num_by_status: Requests that ended, by how: "finished", "cancelled", "failed".
         schedule_ms, make_batch_ms, step_ms, encode_ms, decode_ms: Mean milliseconds of one decision, one batch built,
             one denoising step (batch building included), one encoding, one decoding.
         queue_wait_s, first_step_latency_s, latency_s: Of the requests that finished lately, in order of finishing.
         num_branch_steps, num_skipped_branch_steps: Steps of guidance branches, and how many of them took the step cache
             in place of most of the network.
+        num_step_tokens, num_padding_tokens: Tokens of all denoising steps, and of the padding that was computed beside
+            them.
         num_on_time: Requests that finished by their deadline.
         num_preemptions: How often a running row made way for others and waited again.
         prediction_error: Median relative error of the predicted durations lately, by kind of work.
@@ -55,7 +72,11 @@ class EngineStats:
 
     num_running: int
     num_waiting: int
+    num_running_requests: int
+    num_waiting_requests: int
     num_steps: int
+    num_step_tokens: int
+    num_padding_tokens: int
     num_by_status: dict[str, int]
     num_on_time: int
     num_preemptions: int
@@ -112,6 +133,8 @@ class StatsRecorder:
     _swapped_bytes: tuple[int, int] = (0, 0)
     num_batch_retries: int = 0
     num_on_time: int = 0
+    num_padding_tokens: int = 0
+    observer: StatsObserver | None = None
 
     def add(self, name: str, value: float) -> None:
         """Add one value to the mean called `name`."""
@@ -135,6 +158,13 @@ class StatsRecorder:
             if stage is Stage.DENOISE:
                 self._sums.setdefault("rows", _Sum()).add(len(rows))
                 self._sums.setdefault("tokens", _Sum()).add(num_tokens)
+        if self.observer is not None:
+            self.observer.on_step(record)
+
+    def add_padding(self, num_tokens: int) -> None:
+        """Count tokens that a forward computed for nobody."""
+        with self._lock:
+            self.num_padding_tokens += num_tokens
 
     def count_branches(self, num_branch_steps: int, num_skipped_branch_steps: int) -> None:
         """Both totals so far."""
@@ -153,17 +183,20 @@ class StatsRecorder:
             if status is RequestStatus.FINISHED:
                 self._requests.append(metrics)
                 self.num_on_time += bool(metrics.is_on_time)
+        if self.observer is not None:
+            self.observer.on_ending(status, metrics)
 
     def snapshot(
         self,
         num_running: int,
         num_waiting: int,
+        num_requests: tuple[int, int],
         num_preemptions: int,
         prediction_error: dict[str, float],
         memory: dict[str, int],
         max_batch_tokens: int,
     ) -> EngineStats:
-        """Everything so far; `memory` has the figures of the pool by name."""
+        """Everything so far; `num_requests` are those that run and wait, `memory` the figures of the pool by name."""
         with self._lock:
 
             def mean(name: str) -> float:
@@ -175,7 +208,11 @@ class StatsRecorder:
             return EngineStats(
                 num_running=num_running,
                 num_waiting=num_waiting,
+                num_running_requests=num_requests[0],
+                num_waiting_requests=num_requests[1],
                 num_steps=self._sums["rows"].count if "rows" in self._sums else 0,
+                num_step_tokens=int(self._sums["tokens"].total) if "tokens" in self._sums else 0,
+                num_padding_tokens=self.num_padding_tokens,
                 num_by_status=dict(self._endings),
                 num_on_time=self.num_on_time,
                 num_preemptions=num_preemptions,

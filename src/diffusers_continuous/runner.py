@@ -288,6 +288,7 @@ class DiffusionModelRunner:
         batch = InputBatch.make(rows, self._model, self._compositions.get(scale), self._mover.swap)
         self._compositions[scale] = batch.composition
         self._stats.add("make_batch", 1e3 * (self._clock() - start))
+        self._stats.add_padding(batch.num_tokens - sum(row.num_tokens for row in rows))
         predictions = self._model.denoise_step(batch)
         self._stats.count_branches(self._model.num_branch_steps, self._model.num_skipped_branch_steps)
         return predictions

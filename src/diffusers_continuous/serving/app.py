@@ -12,9 +12,13 @@ from anyio import to_thread
 from fastapi import FastAPI, Header, Path, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
+from fastapi.responses import PlainTextResponse
+from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+
+from diffusers_continuous.prometheus import EngineExporter
 
 from . import sse
 from .errors import ApiError, api_error, invalid_request
@@ -68,6 +72,7 @@ def create_app(make_pipe: Callable[[], "ContinuousBatchingPipeline"], settings: 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         board = app.state.board = JobBoard(await to_thread.run_sync(make_pipe), settings)
+        app.state.exporter = EngineExporter(board.engine, settings.model_names[0], settings.metrics_prefix)
         try:
             yield
         finally:
@@ -162,6 +167,12 @@ def _add_information(app: FastAPI, settings: ServingSettings) -> None:
         """Tell whether requests are served."""
         app.state.board.check_health()
         return Health()
+
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def metrics() -> Response:
+        """Tell the engine's figures in Prometheus' text format."""
+        content = await to_thread.run_sync(app.state.exporter.exposition)
+        return Response(content, media_type=CONTENT_TYPE_LATEST)
 
 
 def _add_media(app: FastAPI) -> None:

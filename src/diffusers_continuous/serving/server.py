@@ -18,15 +18,13 @@ class Server(uvicorn.Server):
     """
 
     def __init__(self, app: FastAPI, host: str, port: int) -> None:
-        super().__init__(uvicorn.Config(app, host, port, timeout_graceful_shutdown=SENDING_S, server_header=False))
+        config = uvicorn.Config(
+            app, host, port, timeout_graceful_shutdown=SENDING_S, server_header=False, ws="none", lifespan="on"
+        )
+        super().__init__(config)
         self._app = app
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Drain, then stop as uvicorn does."""
         await self._app.state.board.drain(lambda: self.force_exit)
         await super().shutdown(sockets)
-
-    @property
-    def port(self) -> int:
-        """The port that it listens on, once `started`."""
-        return int(self.servers[0].sockets[0].getsockname()[1])
