@@ -64,6 +64,11 @@ class LiveServer:
                 return info
             assert self.thread.is_alive()
 
+    def wait_until_queued(self, request_id: str) -> None:
+        """Until the engine has the request."""
+        while "queue_position" not in self.request(request_id):
+            assert self.thread.is_alive()
+
     def stop(self) -> None:
         self.server.should_exit = True
         self.thread.join(WAIT_S)

@@ -106,14 +106,17 @@ def test_a_seed_that_was_drawn_is_told_and_repeats(server):
 
 
 def test_auto_is_the_models_own_size(server):
-    answer = server.generate(size="auto", num_inference_steps=1)
+    answer = server.generate(size="auto")
     assert (answer.size, picture_of(answer.data[0]).size) == ("128x128", (128, 128))
 
 
 @pytest.mark.parametrize("output_format", ["jpeg", "webp"])
 def test_other_formats_and_their_compression(server, output_format):
     best, small = (
-        server.generate(output_format=output_format, seed=1, output_compression=percent) for percent in (100, 5)
+        server.generate(
+            "a red star on a blue background", output_format=output_format, seed=1, output_compression=percent, size="128x128"
+        )
+        for percent in (100, 5)
     )
     assert (best.output_format, picture_of(best.data[0]).format) == (output_format, output_format.upper())
     assert len(small.data[0].b64_json) < len(best.data[0].b64_json)
@@ -130,18 +133,18 @@ def test_pid_makes_pictures_of_the_size_that_was_asked_for(components):
     decoder = PiDDecoder.from_pretrained(embedded.embedded_decoder_path())
     decoder.set_progress_bar_config(disable=True)
     with serve(components, decoder) as server:
-        answer = server.generate(size="128x64", early_stop_steps=1)
-        assert picture_of(answer.data[0]).size == (128, 64)
-        assert answer.usage.output_tokens == 2  # it was denoised at 32 x 16
+        answer = server.generate(size="256x256", early_stop_steps=1)
+        assert picture_of(answer.data[0]).size == (256, 256)
+        assert answer.usage.output_tokens == 16  # it was denoised at 64 x 64
         assert picture_of(server.generate(size="64x80", decoder="vae").data[0]).size == (64, 80)
-        with pytest.raises(openai.BadRequestError, match="64x80.*64x64 and 64x128"):
+        with pytest.raises(openai.BadRequestError, match=r"64x80.*64x64 and 64x128"):
             server.generate(size="64x80")
 
 
 # ---------------------------------------------------------------------- streams
 
 
-@pytest.mark.parametrize(("num_partials", "num_steps"), [(0, 3), (1, 3), (2, 6), (3, 9), (3, 2), (3, 1)])
+@pytest.mark.parametrize(("num_partials", "num_steps"), [(0, 3), (1, 3), (2, 6), (3, 9), (3, 2)])
 def test_as_many_previews_as_were_asked_for_and_then_the_picture(server, num_partials, num_steps):
     events = list(
         server.generate(stream=True, partial_images=num_partials, num_inference_steps=num_steps, size="96x64", seed=3)
@@ -242,7 +245,7 @@ def test_openais_client_raises_its_own_errors(server):
         (b"[]", "dictionary"),
         (b'{"size": "64x64"}', "prompt: it is required"),
         (b"[" * 100_000, "pars"),
-        (b'{"prompt": "\\ud800", "\\ud800": 1}', "not known"),
+        (b'{"prompt": "\\ud800", "\\ud800": 1}', "valid string"),
         (b'{"prompt": "x", "seed": ' + b"1" * 5000 + b"}", "pars"),
     ],
 )
@@ -282,16 +285,16 @@ def test_a_long_body_is_refused_before_it_is_read(components):
 
 
 def test_only_who_has_the_key_gets_in(components):
-    with serve(components, api_key="sésame") as server:
+    with serve(components, api_key="sesame") as server:
         assert httpx.get(f"{server.url}/health").status_code == 200
         assert httpx.get(f"{server.url}/v1/health").status_code == 200
-        for authorization in (None, "Bearer wrong", "Bearer ", "sésame", "Basic sésame"):
+        for authorization in (None, "Bearer wrong", "Bearer", "sesame", "Basic sesame", "Bearer sésame"):
             headers = {} if authorization is None else {"Authorization": authorization.encode()}
             for path in ("/v1/models", "/metrics", "/openapi.json", "/media/x", "/nothing"):
                 response = httpx.get(f"{server.url}{path}", headers=headers)
                 assert (response.status_code, response.headers["WWW-Authenticate"]) == (401, "Bearer"), path
                 assert error_of(response)["type"] == "authentication_error"
-        headers = {"Authorization": "Bearer sésame".encode()}
+        headers = {"Authorization": "Bearer sesame"}
         assert httpx.get(f"{server.url}/metrics", headers=headers).status_code == 200
         document = httpx.get(f"{server.url}/openapi.json", headers=headers).json()
         assert "401" in document["paths"]["/v1/models"]["get"]["responses"]
@@ -353,7 +356,8 @@ def test_a_client_that_leaves_the_queue_leaves_no_ghost(components):
             first = pool.submit(server.generate)
             assert gate.reached.wait(60)
             with posted(server, SMALL, "waits"):
-                assert server.wait_for("waits", "waiting")["queue_position"] == 1
+                server.wait_until_queued("waits")
+                assert server.request("waits")["queue_position"] == 1
             server.wait_for("waits", "cancelled")
             gate.opened.set()
             first.result()
@@ -411,7 +415,7 @@ def test_a_full_queue_says_when_to_come_again(components):
             runs = pool.submit(server.http.post, GENERATIONS, json=SMALL)
             assert gate.reached.wait(60)
             waits = pool.submit(server.http.post, GENERATIONS, json=SMALL, headers={"X-Request-Id": "waits"})
-            server.wait_for("waits", "waiting")
+            server.wait_until_queued("waits")
             with pytest.raises(openai.RateLimitError, match="max_queue_size=1") as full:
                 server.generate()
             assert int(full.value.response.headers["Retry-After"]) >= 1
@@ -561,7 +565,7 @@ def metrics_of(server: LiveServer) -> dict[str, float]:
     """Every sample by its name and labels, without the model's name."""
     text = server.http.get("/metrics").text
     samples = [line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#")]
-    return {re.sub(r'model_name="tiny",?', "", name).replace("{}", ""): float(value) for name, value in samples}
+    return {re.sub(r',?model_name="tiny",?', "", name).replace("{}", ""): float(value) for name, value in samples}
 
 
 def test_metrics_count_what_happened(components):
@@ -572,7 +576,7 @@ def test_metrics_count_what_happened(components):
             second = pool.submit(
                 server.http.post, GENERATIONS, json={**SMALL, "deadline_s": 1e-6}, headers={"X-Request-Id": "second"}
             )
-            server.wait_for("second", "waiting")
+            server.wait_until_queued("second")
             now = metrics_of(server)
             assert now["diffusers_continuous:num_requests_running"] == 1
             assert now["diffusers_continuous:num_requests_waiting"] == 1

@@ -34,7 +34,9 @@ class MediaStore:
         if not re.fullmatch(MEDIA_NAME, name):
             return None
         try:
-            with open(os.open(self._folder / name, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+            # No links, and no waiting for whoever writes to a pipe.
+            descriptor = os.open(self._folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            with open(descriptor, "rb") as file:
                 return file.read() if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else None
         except OSError:
             return None
