@@ -1,6 +1,7 @@
 # make demo   set up and run the main job on the embedded model; pictures go to demo-output/
 # make space  set up and serve the page on which many draw on one engine; MODEL_ID and PID_ID choose other models
 # make test   set up and run the tests
+# make fuzz   set up and send the server 2,000 requests made from its own document
 # make lint   ruff, its formatter, mypy
 PYTHON ?= python3
 VENV ?= .venv
@@ -15,7 +16,7 @@ export OMP_WAIT_POLICY ?= passive
 # What an install depends on; an older stamp is made anew.
 SOURCES := pyproject.toml constraints.txt
 
-.PHONY: demo space test lint clean
+.PHONY: demo space test fuzz lint clean
 .DEFAULT_GOAL := test
 
 $(VENV)/.created:
@@ -39,6 +40,9 @@ space: $(VENV)/.demo-installed
 
 test: $(VENV)/.dev-installed
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+fuzz: $(VENV)/.dev-installed
+	FUZZ_CASES=2000 $(BIN)/python -m pytest tests/test_serving_fuzz.py $(PYTEST_FLAGS)
 
 lint: $(VENV)/.dev-installed
 	$(BIN)/ruff check .

@@ -114,7 +114,11 @@ def test_auto_is_the_models_own_size(server):
 def test_other_formats_and_their_compression(server, output_format):
     best, small = (
         server.generate(
-            "a red star on a blue background", output_format=output_format, seed=1, output_compression=percent, size="128x128"
+            "a red star on a blue background",
+            output_format=output_format,
+            seed=1,
+            output_compression=percent,
+            size="128x128",
         )
         for percent in (100, 5)
     )
