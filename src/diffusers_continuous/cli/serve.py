@@ -24,7 +24,7 @@ API_KEY_VARIABLE = "DIFFUSERS_CONTINUOUS_API_KEY"
 EPILOG = f"""\
 The key may also stand in the environment variable {API_KEY_VARIABLE}, where other users of this machine do not see it.
 Ctrl-C, or a SIGTERM, lets accepted requests finish for --drain-s seconds; a second Ctrl-C ends at once.
-exit code: 0 stopped as told; 1 the model cannot be loaded; 2 a mistake in the call."""
+exit code: 1 the model cannot be loaded; 2 a mistake in the call; 130 stopped by Ctrl-C. A SIGTERM ends it as usual."""
 
 METRICS_PREFIXES = ("diffusers_continuous", "vllm_omni")
 
