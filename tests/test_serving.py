@@ -166,6 +166,13 @@ def test_as_many_previews_as_were_asked_for_and_then_the_picture(server, num_par
     assert_pictures_equal(picture_of(last), picture_of(whole.data[0]))
 
 
+def test_previews_that_cannot_be_made_in_time_show_the_picture(server, monkeypatch):
+    monkeypatch.setattr(server.engine.runner, "preview_of", lambda state: list)
+    *partials, last = server.generate(stream=True, partial_images=2, seed=3)
+    assert [event.partial_image_index for event in partials] == [0, 1]
+    assert [event.b64_json for event in partials] == [last.b64_json] * 2
+
+
 def test_previews_are_spread_over_the_steps():
     assert partial_steps(3, 20) == [5, 10, 15]
     assert partial_steps(2, 50) == [17, 33]

@@ -123,6 +123,9 @@ def serve_crowd(server: LiveServer, stock: QwenImagePipeline) -> None:
     assert stats.num_by_status["cancelled"] > num_leavers / 2  # who is slow to leave may find its picture drawn
     assert stats.mean_rows_per_step > 3
     assert_nothing_is_left(server)
+    jobs = server.board._jobs.values()
+    assert len(jobs) == NUM_CLIENTS
+    assert [job for job in jobs if job.response is not None or job.stream is not None or not job.events.empty()] == []
     p95 = statistics.quantiles(crowd.latencies, n=20)[-1]
     rate = len(crowd.latencies) / wall_s
     print(

@@ -38,6 +38,8 @@ T = TypeVar("T")
 # Requests that have ended are remembered, oldest forgotten first; the pictures of detached ones for a shorter time.
 MAX_ENDED_JOBS = 1024
 MAX_KEPT_RESULTS = 32
+# How often a server that stops looks whether all is done.
+DRAIN_EVERY_S = 0.05
 # Threads that make requests, and that make pictures of what comes back: few, since the engine needs the cores.
 NUM_SUBMITTERS = 4
 NUM_ENCODERS = 4
@@ -48,7 +50,7 @@ class Job:
 
     Attributes:
         events: What a streaming client is sent; None is the end.
-        ended: Set when `response` or `error` is there, or both are gone because nobody will ask for them.
+        ended: Set at the end. `response` or `error` is there then, unless nobody will ask for it.
     """
 
     def __init__(self, request_id: str, generation: Generation) -> None:
@@ -63,6 +65,7 @@ class Job:
         self.error: ApiError | None = None
         self.stream: RequestStream | None = None
         self.is_cancelled = False
+        self.has_client = True
         self._loop = asyncio.get_running_loop()
         self._outputs: asyncio.Queue[tuple[RequestOutput, int]] = asyncio.Queue()
         self._due: deque[int] = deque()
@@ -96,13 +99,23 @@ class Job:
         """An output, and how many previews are to be made of it."""
         return await self._outputs.get()
 
+    def publish(self, event: bytes | None) -> None:
+        """Send it to the client, if that one is there and streams."""
+        if self.has_client and self.generation.request.stream:
+            self.events.put_nowait(event)
+
+    def lose_client(self) -> None:
+        """Keep nothing for it any more."""
+        self.has_client = False
+        self.events = asyncio.Queue()
+
     def end(self, status: RequestStatus, response: ImagesResponse | None, error: ApiError | None) -> None:
         """Everything that is to be sent is there."""
         if self.stream is not None:
             self.step = self.stream.step
         self.stream = None  # with its tensors
         self.status, self.response, self.error = status, response, error
-        self.events.put_nowait(None)
+        self.publish(None)
         self.ended.set()
 
 
@@ -157,13 +170,17 @@ class JobBoard:
         """
         self.is_draining = True
         end = time.monotonic() + self.settings.drain_s
-        while self._tasks and time.monotonic() < end and not is_forced():
-            await asyncio.wait(self._tasks, timeout=0.1)
-        if self._tasks:
-            logger.warning("%d requests did not finish in %g s and fail", len(self._tasks), self.settings.drain_s)
+        while self._num_open() and time.monotonic() < end and not is_forced():
+            await asyncio.sleep(DRAIN_EVERY_S)
+        if self._num_open():
+            logger.warning("%d requests did not finish in %g s and fail", self._num_open(), self.settings.drain_s)
             await to_thread.run_sync(lambda: self.engine.stop(block=False, hard_stop=True))
-        while self._tasks and not is_forced():
-            await asyncio.wait(self._tasks, timeout=0.1)
+        while self._num_open() and not is_forced():
+            await asyncio.sleep(DRAIN_EVERY_S)
+
+    def _num_open(self) -> int:
+        """Requests that have not ended, whether or not the engine has them already."""
+        return sum(not job.ended.is_set() for job in self._jobs.values())
 
     async def stop(self) -> None:
         """End the engine, and with it whatever is left."""
@@ -184,7 +201,7 @@ class JobBoard:
         generation = make_generation(self._pipe, self.settings, request)
         request_id = request_id or f"req-{uuid4().hex}"
         if request_id in self._jobs and not self._jobs[request_id].ended.is_set():
-            raise ApiError(400, f"X-Request-Id {request_id!r} is in use", "request_id_in_use", "X-Request-Id")
+            raise ApiError(400, f"X-Request-Id {request_id!r} is in use", "request_id_in_use", "x-request-id")
         job = Job(request_id, generation)
         self._remember(job)
         try:
@@ -238,6 +255,7 @@ class JobBoard:
 
     async def leave(self, job: Job) -> None:
         """The client is gone: cancel, unless the request was to go on."""
+        job.lose_client()
         if not job.is_detached:
             await self.cancel(job)
             job.response = None
@@ -293,7 +311,8 @@ class JobBoard:
         except Exception as error:
             self._fail(job, error)
         else:
-            job.end(RequestStatus.FINISHED, response, None)
+            is_wanted = job.is_detached or (job.has_client and not job.generation.request.stream)
+            job.end(RequestStatus.FINISHED, response if is_wanted else None, None)
             if job.is_detached:
                 self._keep(job)
 
@@ -301,8 +320,7 @@ class JobBoard:
         answer = api_error(error)
         if answer.status_code == 500:
             logger.error("request %s failed", job.request_id, exc_info=error)
-        if job.generation.request.stream:
-            job.events.put_nowait(sse.event("error", answer.body))
+        job.publish(sse.event("error", answer.body))
         status = RequestStatus.CANCELLED if isinstance(error, RequestCancelledError) else RequestStatus.FAILED
         job.end(status, None, answer)
 
@@ -338,7 +356,7 @@ class JobBoard:
             payload = {"b64_json": b64_json, "partial_image_index": num_partials - job.num_partials_left}
             job.num_partials_left -= 1
             fields = job.generation.event_fields()
-            job.events.put_nowait(sse.event("image_generation.partial_image", {**payload, **fields}))
+            job.publish(sse.event("image_generation.partial_image", {**payload, **fields}))
 
     async def _send_final(self, job: Job, output: RequestOutput, response: ImagesResponse) -> None:
         if job.num_partials_left:  # it was done sooner than they could be made
@@ -347,4 +365,4 @@ class JobBoard:
         picture = response.data[0]
         rest = response.model_dump(include={"usage", "metrics", "warnings"}, exclude_none=True)
         payload = {"b64_json": picture.b64_json, "seed": picture.seed, **job.generation.event_fields(), **rest}
-        job.events.put_nowait(await self._encode(sse.event, "image_generation.completed", payload))
+        job.publish(await self._encode(sse.event, "image_generation.completed", payload))
