@@ -7,6 +7,7 @@ import contextlib
 import io
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -58,16 +59,16 @@ class LiveServer:
 
     def wait_for(self, request_id: str, *statuses: str) -> dict[str, Any]:
         """Ask until the request has one of the statuses."""
-        while True:
-            info = self.request(request_id)
-            if info.get("status") in statuses:
-                return info
-            assert self.thread.is_alive()
+        end = time.monotonic() + WAIT_S
+        while (info := self.request(request_id)).get("status") not in statuses:
+            assert time.monotonic() < end, info
+        return info
 
     def wait_until_queued(self, request_id: str) -> None:
         """Until the engine has the request."""
+        end = time.monotonic() + WAIT_S
         while "queue_position" not in self.request(request_id):
-            assert self.thread.is_alive()
+            assert time.monotonic() < end
 
     def stop(self) -> None:
         self.server.should_exit = True

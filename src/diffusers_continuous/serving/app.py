@@ -44,9 +44,15 @@ if TYPE_CHECKING:
 
 OPEN_PATHS = ("/health", "/v1/health")
 DESCRIPTION = "OpenAI's images API over one continuously batched diffusion pipeline."
-EVENTS = (
-    "Server-sent events when `stream` is true: `image_generation.partial_image`, `image_generation.completed`, `error`."
-)
+# Of one server-sent event; what its data are is in OpenAI's documents.
+EVENT_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "event": {"enum": ["image_generation.partial_image", "image_generation.completed", "error"]},
+        "data": {"type": "string", "contentMediaType": "application/json"},
+    },
+    "required": ["event", "data"],
+}
 ERRORS = {
     400: "A field, or its value, is wrong.",
     401: "The API key is missing or wrong.",
@@ -108,7 +114,7 @@ def _add_generation(app: FastAPI, settings: ServingSettings) -> None:
         "/v1/images/generations",
         response_model=ImagesResponse,
         responses=_errors(400, 404, 413, 429, 499, 500, 503)
-        | {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}, "description": EVENTS}},
+        | {200: {"content": {"text/event-stream": {"schema": EVENT_SCHEMA}}, "description": "Pictures, or events."}},
     )
     async def generate(
         request: Request,
