@@ -173,7 +173,7 @@ class JobBoard:
         while self._num_open() and time.monotonic() < end and not is_forced():
             await asyncio.sleep(DRAIN_EVERY_S)
         if self._num_open():
-            logger.warning("%d requests did not finish in %g s and fail", self._num_open(), self.settings.drain_s)
+            logger.warning("%d requests have not finished and fail", self._num_open())
             await to_thread.run_sync(lambda: self.engine.stop(block=False, hard_stop=True))
         while self._num_open() and not is_forced():
             await asyncio.sleep(DRAIN_EVERY_S)

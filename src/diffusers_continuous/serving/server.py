@@ -28,3 +28,5 @@ class Server(uvicorn.Server):
         """Drain, then stop as uvicorn does."""
         await self._app.state.board.drain(lambda: self.force_exit)
         await super().shutdown(sockets)
+        if self.force_exit:  # uvicorn would leave the application as it is, and its engine running
+            await self.lifespan.shutdown()
