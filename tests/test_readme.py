@@ -10,7 +10,8 @@ PACKAGE = ROOT / "src" / "diffusers_continuous"
 
 
 def mapped_paths() -> set[Path]:
-    rows = [line.split("|")[1] for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| `")]
+    file_map = (ROOT / "README.md").read_text().partition("## File map")[2]
+    rows = [line.split("|")[1] for line in file_map.splitlines() if line.startswith("| `")]
     return {ROOT / name for row in rows for name in re.findall(r"`([^`]+)`", row)}
 
 

@@ -173,11 +173,20 @@ def test_previews_that_cannot_be_made_in_time_show_the_picture(server, monkeypat
     assert [event.b64_json for event in partials] == [last.b64_json] * 2
 
 
-def test_previews_are_spread_over_the_steps():
+def test_previews_are_spread_over_the_steps(server, monkeypatch):
     assert partial_steps(3, 20) == [5, 10, 15]
     assert partial_steps(2, 50) == [17, 33]
     assert partial_steps(3, 2) == [1, 1, 2]
     assert partial_steps(0, 20) == []
+    preview_of, drawn = server.engine.runner.preview_of, []
+
+    def noting(state: Any) -> Any:
+        step, draw = state.step, preview_of(state)
+        return lambda: (drawn.append(step), draw())[1]
+
+    monkeypatch.setattr(server.engine.runner, "preview_of", noting)
+    list(server.generate(stream=True, partial_images=2, num_inference_steps=6))
+    assert drawn == [2, 4]
 
 
 def test_every_event_says_its_type_on_both_lines(server):
