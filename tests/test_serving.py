@@ -627,6 +627,20 @@ def test_metrics_count_what_happened(components):
     assert now["padding_tokens_total"] == now["preemptions_total"] == now['swap_bytes_total{direction="out"}'] == 0
 
 
+def test_padding_is_counted_beside_the_tokens_that_somebody_wants(make_pipe):
+    pipe = make_pipe(batch_layout="padded")
+    call = {"height": 64, "width": 64, "num_inference_steps": 3, "true_cfg_scale": 1.0, "output_type": "latent"}
+    ids = [
+        pipe._engine.add_request(prompt=prompt, **call) for prompt in ("a ring", "a large red star on a blue ground")
+    ]
+    pipe._engine.start()
+    short, long = (pipe._engine.get_result(name, timeout=60).metrics.num_prompt_tokens for name in ids)
+    stats = pipe._engine.stats()
+    assert short < long
+    assert stats.num_step_tokens == 3 * (2 * 16 + short + long)
+    assert stats.num_padding_tokens == 3 * (long - short)
+
+
 def test_metrics_under_vllm_omnis_names(components):
     with serve(components, metrics_prefix="vllm_omni") as server:
         server.generate()
