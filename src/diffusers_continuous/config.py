@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -14,6 +14,7 @@ from .errors import ConfigError, ContinuousBatchingError
 SCHEDULER_TYPES = ("edf", "fcfs", "least_slack", "slo")
 ON_HOPELESS = ("fail", "run_last")
 BATCH_LAYOUTS = ("auto", "packed", "padded", "tiled")
+PARALLELISMS = ("cp", "tp")
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,9 @@ class ContinuousBatchingConfig:
             larger one is done in chunks of patches. 0 means no limit.
         max_phase_s: With `enable_model_cpu_offload` only: longest time in seconds that a finished picture or a new
             prompt waits for the denoising batch to drain before the components are swapped.
+        parallel: Spreads the transformer over n processes, each with a device of its own: `{"tp": n}`, by diffusers'
+            tensor-parallel plan. The engine is in rank 0; the others call `pipe.follow_continuous_batching`.
+            `{"cp": n}`, context parallelism, is refused: its plans cannot run packed rows.
     """
 
     max_requests_per_batch: int = 32
@@ -83,6 +87,7 @@ class ContinuousBatchingConfig:
     cpu_offload_space: float = 4.0
     max_decode_bytes: int = 0
     max_phase_s: float = 30.0
+    parallel: Mapping[str, int] | None = None
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -123,6 +128,19 @@ class ContinuousBatchingConfig:
         check_known("batch_layout", self.batch_layout, BATCH_LAYOUTS)
         if not isinstance(self.attention_backend, str):
             raise ConfigError(f"attention_backend={self.attention_backend!r} must be a name")
+        if self.parallel is not None:
+            _check_parallel(self.parallel)
+            if self.step_cache_threshold:
+                raise ConfigError("step_cache_threshold decides in each process for itself; set it to 0 with parallel")
+
+
+def _check_parallel(parallel: object) -> None:
+    if not isinstance(parallel, Mapping) or len(parallel) != 1:
+        raise ConfigError(f'parallel={parallel!r} must be {{"tp": n}} or {{"cp": n}}')
+    for name, num_ranks in parallel.items():
+        check_known("parallel", name, PARALLELISMS)
+        if not isinstance(num_ranks, int) or isinstance(num_ranks, bool) or num_ranks < 2:
+            raise ConfigError(f"parallel={parallel!r} must be over a whole number of processes, at least 2")
 
 
 def check_known(

@@ -40,6 +40,7 @@ from .engine import DiffusionEngine
 from .errors import EngineStoppedError, RequestError, UnsupportedModelError
 from .futures import RequestFuture
 from .metrics import StatsRecorder
+from .models.parallel import follow
 from .models.qwen_image import QwenImageStepModel, check_transformer, split_embeds
 from .models.qwen_image_transformer import check_rows_stay_apart
 from .pid import PiDDecoder
@@ -161,6 +162,20 @@ class ContinuousBatchingMixin:
             engine.stop(block=block, timeout=timeout, hard_stop=True)
             raise
         engine.stop(block=block, timeout=timeout)
+
+    def follow_continuous_batching(
+        self, continuous_batching_config: ContinuousBatchingConfig | dict[str, Any] | None = None, **options: Any
+    ) -> None:
+        """In every process of a `parallel` config but rank 0: take part in rank 0's steps until its engine has stopped.
+
+        Raises:
+            ConfigError: on rank 0, which has the engine, and for a config that spreads the transformer over nothing.
+            UnsupportedModelError: when the transformer cannot be spread.
+            EngineStoppedError: when rank 0 went away, or a step failed.
+        """
+        config = resolve_config(continuous_batching_config, **options)
+        check_transformer(self.transformer)
+        follow(self.transformer, get_backend(config.attention_backend), config.parallel)
 
     def _running_engine(self) -> DiffusionEngine:
         """The engine, started; a new one after the last was stopped.

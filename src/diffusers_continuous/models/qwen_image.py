@@ -5,6 +5,7 @@ Knows the pipeline's mathematics (prompt embedding, guidance, noise-scheduler st
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import math
@@ -26,6 +27,7 @@ from ..futures import RequestFuture
 from ..hooks import model_offload_hook
 from ..request import RequestState, Row, SamplingParams, TextEmbeds
 from .compiled_blocks import CompiledBlocks
+from .parallel import check_parallelism, join
 from .qwen_image_transformer import (
     Packed,
     can_merge,
@@ -95,6 +97,7 @@ class QwenImageStepModel:
         self._pid = PiDStage(config.max_decode_bytes)
         self._compiled = CompiledBlocks() if config.compile else None
         self._is_uncompiled = False
+        self._ranks = join(pipe.transformer, config.parallel)
         self._attention_backend()  # a wrong choice is told now
         install_packed_forward(pipe.transformer, self)
 
@@ -104,6 +107,8 @@ class QwenImageStepModel:
         transformer = self._pipe.transformer
         check_transformer(transformer)
         if transformer is not self._transformer_ref():
+            if self._ranks is not None:
+                raise UnsupportedModelError("a transformer that other processes share cannot be exchanged in this one")
             self.close()
             self._transformer_ref = weakref.ref(transformer)
         install_packed_forward(transformer, self)
@@ -111,6 +116,8 @@ class QwenImageStepModel:
     def close(self) -> None:
         """Leave the pipeline's modules as they were found and keep nothing."""
         self._forget()
+        if self._ranks is not None:
+            self._ranks.close()
         transformer = self._transformer_ref()
         if transformer is not None:
             uninstall_packed_forward(transformer, self)
@@ -147,6 +154,8 @@ class QwenImageStepModel:
     def release(self) -> None:
         """Nothing to do for now: let offloaded components leave the device."""
         self._make_room(None)
+        if self._ranks is not None:
+            self._ranks.forget()
 
     def _make_room(self, needed: torch.nn.Module | None) -> None:
         """With model offload, move every component off the device except the one that is about to be used."""
@@ -320,17 +329,20 @@ class QwenImageStepModel:
         """Guided noise prediction of each row: (image tokens, channels)."""
         transformer = self._pipe.transformer
         check_rows_stay_apart(transformer)
+        check_parallelism(transformer, self._config.parallel)
         self._make_room(transformer)
         scale = batch.rows[0].request.params.lora_scale
         cache = self._step_cache(batch) if self._config.step_cache_threshold else None
         compiled = self._compiled if self._can_compile(transformer) else None
-        noise_pred = transformer(
-            hidden_states=batch.latents,
-            encoder_hidden_states=batch.composition.prompt_embeds,
-            timestep=batch.timesteps / 1000,
-            attention_kwargs={"scale": scale} if scale != 1.0 else None,
-            packed=Packed(batch.layout, self._attention_backend(), can_merge(transformer), cache, compiled),
-        )
+        prompt_embeds, timestep = batch.composition.prompt_embeds, batch.timesteps / 1000
+        with self._all_ranks(batch.latents, prompt_embeds, timestep, batch.layout):
+            noise_pred = transformer(
+                hidden_states=batch.latents,
+                encoder_hidden_states=prompt_embeds,
+                timestep=timestep,
+                attention_kwargs={"scale": scale} if scale != 1.0 else None,
+                packed=Packed(batch.layout, self._attention_backend(), can_merge(transformer), cache, compiled),
+            )
         self.num_branch_steps += batch.layout.num_rows
         self.num_skipped_branch_steps += 0 if cache is None else cache.num_skipped
         return batch.scatter(_guide(noise_pred, batch))
@@ -342,6 +354,10 @@ class QwenImageStepModel:
             task = AttentionTask(self.device, transformer.dtype, transformer.config.attention_head_dim)
             self._attention = self._choose_attention(task)
         return self._attention
+
+    def _all_ranks(self, *inputs: Any) -> contextlib.AbstractContextManager[None]:
+        """Every process that shares the transformer runs the body's forward; without `parallel` this one alone does."""
+        return contextlib.nullcontext() if self._ranks is None else self._ranks.leading(*inputs)
 
     def _step_cache(self, batch: InputBatch) -> StepCache:
         """What every branch keeps between its steps, with its row."""
