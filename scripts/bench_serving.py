@@ -19,7 +19,6 @@ Prints the machine, a table per load, and one JSON object as the last line.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import logging
 import math
@@ -43,6 +42,18 @@ import calibrate_cost_model
 import simulate_slo
 from bench_offline import all_prompts, machine
 from diffusers_continuous import ContinuousBatchingPipeline, embedded_model_path
+from diffusers_continuous.cli.workload import (
+    ARRIVALS,
+    MIXES,
+    SLO_SCALES,
+    arrival_times,
+    attainment,
+    draw_kinds,
+    kind_name,
+    percentile,
+    rounded,
+    slowdowns,
+)
 from diffusers_continuous.config import SCHEDULER_TYPES
 from diffusers_continuous.cost_model import StepCostModel, fit_curve, r_squared
 from diffusers_continuous.engine import DiffusionEngine
@@ -53,7 +64,6 @@ from stock_process import BenchRequest, StockProcess
 
 SHRINK = 8  # the sides of the simulator's mixes, to fit the embedded model
 CFG = 4.0
-SLO_SCALES = (1.5, 2.0, 3.0)
 SLO_SCALE = SLO_SCALES[-1]  # what engine and simulator are told
 CALIBRATION_ROWS, CALIBRATION_STEPS = (1, 2, 4, 8), 9
 START_DELAY_S = 0.5
@@ -74,10 +84,8 @@ class Workload:
 
     def __init__(self, mix: str, num_requests: int, arrivals: str, seed: int) -> None:
         rng = random.Random(f"serving {seed}")
-        kinds = [(share, (side // SHRINK, steps)) for share, side, steps in simulate_slo.MIXES[mix]]
-        self.kinds = rng.choices([kind for _, kind in kinds], [share for share, _ in kinds], k=num_requests)
-        gaps = (simulate_slo.poisson if arrivals == "poisson" else simulate_slo.bursty)(rng)
-        self._times = list(itertools.accumulate(itertools.islice(gaps, num_requests)))
+        self.kinds = draw_kinds(MIXES[mix], num_requests, rng, SHRINK)
+        self._times = arrival_times(arrivals, num_requests, rng)
         prompts = all_prompts()
         self.requests = [
             BenchRequest(next(prompts), side, side, steps, CFG, number)
@@ -95,17 +103,8 @@ class Workload:
 
     def arrival_times(self, load: float) -> list[float]:
         """Seconds from the start; the load is a fraction of what the stock pipeline can serve."""
-        stretch = sum(self.stock_s) / (load * (self._times[-1] - self._times[0]))
-        return [stretch * (at - self._times[0]) for at in self._times]
-
-    def slowdowns(self, latencies_s: Sequence[float]) -> dict[str, list[float]]:
-        """Latency over the usual time: of all, and by kind."""
-        usual = self.usual_s
-        found: dict[str, list[float]] = {"all": []}
-        for kind, latency in zip(self.kinds, latencies_s, strict=True):
-            for name in ("all", f"{kind[0]}px/{kind[1]}"):
-                found.setdefault(name, []).append(latency / usual[kind])
-        return found
+        stretch = sum(self.stock_s) / (load * self._times[-1])
+        return [stretch * at for at in self._times]
 
 
 # ---------------------------------------------------------------------- the stock pipeline
@@ -193,7 +192,7 @@ def run_alone(pipe: ContinuousBatchingPipeline, workload: Workload, calibration:
             request_id = submit(engine, request, 1e6)
             metrics = _result(engine, request_id).metrics
             finish_s[request_id] = metrics.finish_s
-            latencies.setdefault(f"{kind[0]}px/{kind[1]}", []).append(metrics.latency_s)
+            latencies.setdefault(kind_name(kind), []).append(metrics.latency_s)
     engine.stop()
     _, errors = forecasts.errors(finish_s)
     return {
@@ -270,25 +269,11 @@ def simulate(workload: Workload, load: float, scheduler: str, model: StepCostMod
 
 def summary(workload: Workload, served: Served) -> dict[str, Any]:
     """Attainment and percentiles of all requests and of each kind."""
-    kinds = {
-        name: {
-            **{f"attainment_{scale:g}x": _share(values, scale) for scale in SLO_SCALES},
-            **{f"p{percent}_slowdown": _percentile(values, percent) for percent in (50, 95, 99)},
-        }
-        for name, values in workload.slowdowns(served.latencies_s).items()
-    }
+    found = slowdowns(workload.kinds, served.latencies_s, workload.usual_s)
+    kinds = {name: attainment(values) for name, values in found.items()}
     finished = [latency for latency in served.latencies_s if math.isfinite(latency)]
-    latency = {f"p{percent}_latency_s": _percentile(finished, percent) for percent in (50, 95, 99)}
+    latency = {f"p{percent}_latency_s": percentile(finished, percent) for percent in (50, 95, 99)}
     return {"scheduler": served.name, "load": served.load, **latency, "kinds": kinds, **served.figures}
-
-
-def _share(slowdowns: Sequence[float], scale: float) -> float:
-    return sum(value <= scale for value in slowdowns) / len(slowdowns)
-
-
-def _percentile(values: Sequence[float], percent: int) -> float:
-    """The smallest value that so many percent do not exceed."""
-    return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)] if values else math.inf
 
 
 def print_table(results: Sequence[dict[str, Any]]) -> None:
@@ -324,17 +309,6 @@ def plot(results: Sequence[dict[str, Any]], path: str) -> None:
     figure.savefig(path, dpi=120)
 
 
-def rounded(value: Any) -> Any:
-    """Numbers with four digits that count; what is not finite as a string, which JSON has no number for."""
-    if isinstance(value, dict):
-        return {key: rounded(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [rounded(item) for item in value]
-    if isinstance(value, float):
-        return float(f"{value:.4g}") if math.isfinite(value) else str(value)
-    return value
-
-
 def main() -> int:
     args = _parse_arguments()
     diffusers.utils.logging.set_verbosity_error()
@@ -351,7 +325,7 @@ def main() -> int:
     stock = StockProcess(source, dtype, device)
     run_stock(stock, workload)
     stock.close()
-    usual = {f"{side}px/{steps}": seconds for (side, steps), seconds in workload.usual_s.items()}
+    usual = {kind_name(kind): seconds for kind, seconds in workload.usual_s.items()}
     capacity = len(workload.stock_s) / sum(workload.stock_s)
     print(f"stock:    {capacity:.2f} requests/s; seconds by size and steps: {rounded(usual)}")
     pipe = ContinuousBatchingPipeline.from_pretrained(source, dtype=dtype).to(device)
@@ -379,8 +353,8 @@ def main() -> int:
 def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="folder or repository (default: the embedded model)")
-    parser.add_argument("--mix", choices=sorted(simulate_slo.MIXES), default="rfc")
-    parser.add_argument("--arrivals", choices=("poisson", "bursty"), default="poisson")
+    parser.add_argument("--mix", choices=sorted(MIXES), default="rfc")
+    parser.add_argument("--arrivals", choices=sorted(ARRIVALS), default="poisson")
     parser.add_argument("--loads", type=float, nargs="+", default=[0.8, 1.3, 1.8], help="of the stock's capacity")
     parser.add_argument("--requests", type=int, default=200, help="per load (default: %(default)s)")
     parser.add_argument("--schedulers", nargs="+", choices=SCHEDULER_TYPES, default=["slo"])

@@ -28,12 +28,13 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from diffusers_continuous.cli.workload import ARRIVALS, MIXES, arrival_times, draw_kinds
 from diffusers_continuous.config import ContinuousBatchingConfig
 from diffusers_continuous.cost_model import Curve, Sample, StepCostModel, fit_curve, kind_of, r_squared
 from diffusers_continuous.futures import RequestFuture
@@ -46,13 +47,6 @@ POLICIES = ("fifo", "fcfs", "edf", "least_slack", "slo")
 NUM_TEXT_TOKENS = 32  # of each branch
 TOKENS_PER_BLOCK = 256  # of a row's image, in the pool
 NUM_HOST_BLOCKS = 2**20
-
-# (share, side in pixels, steps)
-MIXES = {
-    "rfc": ((0.7, 1024, 10), (0.3, 1024, 50)),
-    "dataset-c": ((0.15, 512, 20), (0.25, 768, 20), (0.45, 1024, 25), (0.15, 1536, 35)),
-}
-BURST_S, BURST_FACTOR = 60.0, 4.0  # a tenth of the time, in stretches of about a minute, four times the calls
 
 
 @dataclass(frozen=True)
@@ -126,11 +120,9 @@ def make_state(number: int, arrival: Arrival, deadline_s: float | None = None) -
 def arrivals_of(args: argparse.Namespace, model: StepCostModel, load: float, seed: int) -> list[Arrival]:
     """The workload: random, or from a trace whose times are stretched to the load."""
     rng = random.Random(f"{seed} {load}")
-    if args.arrivals in ("poisson", "bursty"):
-        kinds = rng.choices(MIXES[args.mix], [share for share, _, _ in MIXES[args.mix]], k=args.requests)
-        sizes = [(side, steps) for _, side, steps in kinds]
-        gaps = (poisson if args.arrivals == "poisson" else bursty)(rng)
-        times = list(itertools.accumulate(itertools.islice(gaps, args.requests)))
+    if args.arrivals in ARRIVALS:
+        sizes = draw_kinds(MIXES[args.mix], args.requests, rng)
+        times = arrival_times(args.arrivals, args.requests, rng)
     else:
         lines = [json.loads(line) for line in Path(args.arrivals).read_text().splitlines() if line.strip()]
         lines.sort(key=lambda line: line["arrival_s"])
@@ -138,24 +130,6 @@ def arrivals_of(args: argparse.Namespace, model: StepCostModel, load: float, see
     work_s = sum(model.standalone_ms(make_state(0, Arrival(0.0, *size))) for size in sizes) / 1e3
     stretch = work_s / (load * (times[-1] - times[0]))
     return [Arrival(stretch * (t - times[0]), *size) for t, size in zip(times, sizes, strict=True)]
-
-
-def poisson(rng: random.Random) -> Iterator[float]:
-    """Gaps of mean 1."""
-    while True:
-        yield rng.expovariate(1.0)
-
-
-def bursty(rng: random.Random) -> Iterator[float]:
-    """Gaps of a process that is faster for a tenth of the time."""
-    is_burst, left = False, rng.expovariate(1 / (9 * BURST_S))
-    while True:
-        gap = rng.expovariate(BURST_FACTOR if is_burst else 1.0)
-        left -= gap
-        if left < 0:
-            is_burst = not is_burst
-            left = rng.expovariate(1 / (BURST_S if is_burst else 9 * BURST_S))
-        yield gap
 
 
 # ---------------------------------------------------------------------- machines
@@ -466,7 +440,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=None, help="processes (default: one per core)")
     parser.add_argument("--plot", help="file for a picture of the table; needs matplotlib")
     args = parser.parse_args()
-    if args.arrivals not in ("poisson", "bursty") and not Path(args.arrivals).is_file():
+    if args.arrivals not in ARRIVALS and not Path(args.arrivals).is_file():
         parser.error(f"--arrivals {args.arrivals!r} is neither poisson nor bursty nor a file")
     return args
 

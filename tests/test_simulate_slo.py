@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from diffusers_continuous.cli.workload import bursty
+
 SCRIPT = Path(__file__).parents[1] / "scripts" / "simulate_slo.py"
 
 
@@ -87,7 +89,7 @@ def test_a_trace_is_read_and_stretched_to_the_load(simulator, tmp_path):
 
 
 def test_bursts_are_harder_than_chance(simulator):
-    gaps = list(itertools.islice(simulator.bursty(random.Random(0)), 20000))
+    gaps = list(itertools.islice(bursty(random.Random(0)), 20000))
     mean = sum(gaps) / len(gaps)
     assert sum((gap / mean - 1) ** 2 for gap in gaps) / len(gaps) > 1.1  # 1 for a Poisson process
 

@@ -16,6 +16,7 @@ from .arguments import ArgumentParser, suggest
 COMMANDS = {
     "generate": "draw prompts from the command line or a file",
     "serve": "OpenAI's images API over one engine",
+    "bench": "how on time a running server is, at given rates of requests",
     "demo": "eight callers at once on the embedded model, with a timeline of their steps",
     "convert-pid": "an official PiD checkpoint to a folder that PiDDecoder loads",
     "env": "versions, device and attention backends",

@@ -1,4 +1,4 @@
-"""One transformer over several processes: rank 0 decides and takes everybody's steps, the others do their share of each.
+"""One transformer over several processes: rank 0 decides and takes everybody's steps, the others do their share of it.
 
 Only the packed forward is shared. Rank 0 has the engine; before a forward it tells the other ranks what goes into it,
 and they run the same forward on their shards of the weights. Text encoding, noise-scheduler steps and decoding happen
@@ -13,7 +13,6 @@ import datetime
 import io
 import logging
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -197,7 +196,9 @@ class RankGroup:
         data = torch.empty(int(length), dtype=torch.uint8)
         dist.broadcast(data, src=0, group=self._control)
         # From rank 0 of our own process group, which runs the same program.
-        told: _Forward | None = torch.load(io.BytesIO(data.numpy()), map_location=self._device, weights_only=False)
+        told: _Forward | None = torch.load(
+            io.BytesIO(data.numpy().tobytes()), map_location=self._device, weights_only=False
+        )
         return told
 
 
