@@ -90,22 +90,11 @@ def one_rank_dies(rank: int, _: Path) -> None:
         engine.add_request(**arguments(1))
 
 
-def rank_zero_dies(rank: int, _: Path) -> None:
-    """Rank 0 ends without stopping its engine: rank 1 does not wait for ever."""
-    pipe, config = load(), {"parallel": {"tp": 2}}
-    if rank:
-        with pytest.raises(EngineStoppedError, match="rank 1 cannot follow"):
-            pipe.follow_continuous_batching(config)
-    else:
-        pipe.init_continuous_batching(config, num_blocks=64)
-        os._exit(0)
-
-
 def refuse_together(rank: int, _: Path) -> None:
     """What two processes have to be told."""
     pipe = load()
+    call = pipe.follow_continuous_batching if rank else pipe.init_continuous_batching
     with pytest.raises(UnsupportedModelError, match="packed rows"):
-        call = pipe.follow_continuous_batching if rank else pipe.init_continuous_batching
         call({"parallel": {"cp": 2}})
     with pytest.raises(ConfigError, match="needs a process group of 3 ranks and there is 2"):
         call({"parallel": {"tp": 3}})

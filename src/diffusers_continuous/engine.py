@@ -330,6 +330,11 @@ class DiffusionEngine:
             state, now = self._active.get(request_id), self.clock()
             return None if state is None else self.scheduler.eta(state, now) - now
 
+    def backlog_s(self) -> float:
+        """Seconds until everything that was accepted will have ended, as predicted if nobody else comes."""
+        with self._condition:
+            return self.scheduler.backlog_s(self.clock())
+
     def stats(self) -> EngineStats:
         """A snapshot of what the engine does and did."""
         with self._condition:

@@ -546,6 +546,10 @@ class StepScheduler:
         """When `state` will have ended if nobody else comes, on the engine's clock."""
         return max((finish_s for row, finish_s in self._forecast(now) if row.request is state), default=now)
 
+    def backlog_s(self, now: float) -> float:
+        """Seconds until everything that is here will have ended, if nobody else comes."""
+        return max((finish_s for _, finish_s in self._forecast(now)), default=now) - now
+
     def _forecast(self, now: float) -> Iterator[tuple[Row, float]]:
         """Every active row (of a gang one) with its predicted finish, soonest first."""
         for row in self.decoding:
