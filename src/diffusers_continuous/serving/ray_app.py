@@ -57,6 +57,7 @@ GENERATIONS = "/v1/images/generations"
 # Only one replica can answer these.
 LOOKUPS = ("/v1/requests/", "/media/")
 RETRY_AFTER_S = 1
+REPLICA_HEADER = b"x-replica"
 
 
 # ---------------------------------------------------------------------- one engine
@@ -234,7 +235,8 @@ class Gateway:
         for _ in range(2 if is_idempotent(call) else 1):
             try:
                 async with contextlib.aclosing(self._items(call)) as items:
-                    self._remember(call, await anext(items))
+                    answer.replica = await anext(items)
+                    self._remember(call, answer.replica)
                     async for message in items:
                         await answer.take(message)
                 return
@@ -254,6 +256,7 @@ class Gateway:
     async def _look_up(self, call: Call, send: Send) -> None:
         """Ask one replica after another, until one knows; the answer of one that does not is as good as any."""
         messages: list[Message] = []
+        name = ""
         while True:
             try:
                 async with contextlib.aclosing(self._items(call)) as items:
@@ -266,8 +269,10 @@ class Gateway:
             if messages and messages[0].get("status") != 404:
                 break
             call = replace(call, key=uuid4().hex, preferred=None, excluded=call.excluded | {name})
+        answer = _Answer(send)
+        answer.replica = name
         for message in messages:
-            await send(message)
+            await answer.take(message)
 
     async def _items(self, call: Call) -> AsyncGenerator[Any]:
         """What `EngineReplica.call` gives."""
@@ -288,17 +293,23 @@ class Gateway:
 
 
 class _Answer:
-    """What a client gets. It begins with the first byte of the body, so that until then it may still become another."""
+    """What a client gets. It begins with the first byte of the body, so that until then it may still become another.
+
+    Attributes:
+        replica: Whose answer it is; the client is told.
+    """
 
     def __init__(self, send: Send) -> None:
         self._send = send
         self._start: Message = {}
+        self.replica = ""
         self.has_begun = False
 
     async def take(self, message: Message) -> None:
         """Pass on what a replica's application sent."""
         if message["type"] == "http.response.start":
-            self._start = message
+            headers = [*message["headers"], (REPLICA_HEADER, self.replica.encode())]
+            self._start = {**message, "headers": headers}
             return
         if not self.has_begun:
             self.has_begun = True

@@ -1,0 +1,529 @@
+"""Two engines under Ray Serve: who gets a request, what a death takes along, and that nothing is left afterwards.
+
+Ray runs in a process of its own, which is this file as a program: it prints where it listens, and then does what it is
+told. The gateway is also tested alone, with replicas whose behaviour is known.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+pytest.importorskip("ray")
+
+WAIT_S = 300
+SMALL = {"prompt": "a red star", "size": "64x64", "true_cfg_scale": 1.0}
+LONG = {**SMALL, "size": "256x256", "num_inference_steps": 200}
+
+if __name__ != "__main__":
+    from ray.exceptions import ActorDiedError
+
+    from diffusers_continuous.serving import ServingSettings
+    from diffusers_continuous.serving.ray_app import Gateway, app, build_app, is_idempotent, work_of
+    from diffusers_continuous.serving.ray_routing import (
+        WAIT_METRIC,
+        Backlogs,
+        Call,
+        PredictedWaitPolicy,
+        QueueCostRouter,
+        Work,
+    )
+
+    SETTINGS = ServingSettings(model_names=("tiny",), max_size=256, max_steps=50)
+
+
+# ---------------------------------------------------------------------- a real Ray
+
+
+class Cluster:
+    """Ray with two engines of the embedded model, in another process."""
+
+    def __init__(self, folder: str) -> None:
+        environment = os.environ | {
+            "OMP_NUM_THREADS": "1",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_AUTH_MODE": "disabled",
+            # Beside other work, what Ray starts would hardly run at the niceness that it gives it.
+            "RAY_worker_niceness": "0",
+            # A busy machine takes its time, and Ray would take what is slow for dead.
+            "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120",
+            "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "120",
+        }
+        self.folder = folder
+        self.log = Path(folder, "driver.log")
+        with self.log.open("w") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, folder],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=environment,
+            )
+        self.http = httpx.Client(base_url=self._read(), timeout=WAIT_S)
+
+    def _read(self) -> str:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("> "):
+                return line[2:].strip()
+        raise AssertionError(self.log.read_text()[-5000:])
+
+    def tell(self, command: str) -> str:
+        """Have the process do something, and hear its answer."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{command}\n")
+        self._process.stdin.flush()
+        return self._read()
+
+    def stop(self) -> None:
+        self.http.close()
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            assert self._process.wait(WAIT_S) == 0
+        finally:
+            self._process.kill()
+            self._process.stdout.close()
+
+    @property
+    def processes(self) -> list[str]:
+        """Command lines of what runs for this cluster."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):
+                command = path.read_text().replace("\0", " ")
+                if self.folder in command and path.parent.name != str(os.getpid()):
+                    found.append(command)
+        return found
+
+    def generate(self, **fields: Any) -> httpx.Response:
+        return self.http.post("/v1/images/generations", json={**SMALL, "num_inference_steps": 3, **fields})
+
+    @contextlib.contextmanager
+    def stream(self, **fields: Any) -> Iterator[tuple[str, Iterator[tuple[str, dict[str, Any]]]]]:
+        """The replica that draws, and the events; the first of them has come."""
+        body = {**LONG, "stream": True, "partial_images": 3, **fields}
+        with self.http.stream("POST", "/v1/images/generations", json=body) as response:
+            assert response.status_code == 200, response.read()
+            yield response.headers["x-replica"], self._events(response)
+
+    def _events(self, response: httpx.Response) -> Iterator[tuple[str, dict[str, Any]]]:
+        kind = ""
+        for line in response.iter_lines():
+            if line.startswith("event: "):
+                kind = line.removeprefix("event: ")
+            elif line.startswith("data: "):
+                yield kind, json.loads(line.removeprefix("data: "))
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    folder = tempfile.mkdtemp(prefix="ray-")  # a short name: Ray makes sockets in it
+    cluster = Cluster(folder)
+    try:
+        yield cluster
+    finally:
+        cluster.stop()
+        left = cluster.processes
+        shutil.rmtree(folder, ignore_errors=True)
+    assert left == []
+
+
+class Caller(threading.Thread):
+    """A call in a thread of its own."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        super().__init__()
+        self._work = work
+        self.start()
+
+    def run(self) -> None:
+        self.answer = self._work()
+
+    def result(self) -> Any:
+        self.join(WAIT_S)
+        return self.answer
+
+
+def replica_of(cluster: Cluster, request_id: str) -> str:
+    """Who has the request; asks until somebody has."""
+    while True:
+        answer = cluster.http.get(f"/v1/requests/{request_id}")
+        if answer.status_code == 200 and answer.json()["status"] in ("waiting", "running"):
+            return answer.headers["x-replica"]
+
+
+def test_two_replicas_and_a_death(cluster):
+    """One test, in order, since the cluster takes longest and a death is final."""
+    assert cluster.http.get("/health").json() == {"status": "ok"}
+    answer = cluster.generate(seed=7)
+    assert answer.status_code == 200, answer.text
+    picture = answer.json()["data"]
+    assert answer.headers["x-request-id"]
+
+    # Errors are the application's.
+    refused = cluster.generate(size="100x64")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "size")
+    assert cluster.http.get("/v1/requests/nobody").json()["error"]["code"] == "request_not_found"
+
+    # While one is busy for long, newcomers go to the other, which draws the same pictures.
+    with cluster.stream() as (busy, _):
+        answers = [cluster.generate(seed=7) for _ in range(3)]
+        (other,) = {answer.headers["x-replica"] for answer in answers}
+        assert other != busy
+        assert all(answer.json()["data"] == picture for answer in answers)
+        # Both are busy: the shorter queue gets it.
+        with cluster.stream(num_inference_steps=150) as (second, events):
+            assert second == other
+            assert next(events)[0] == "image_generation.partial_image"
+
+    # Whoever asks about a request finds it, and cancels it.
+    cancelled = Caller(lambda: cluster.http.post("/v1/images/generations", json=LONG, headers={"x-request-id": "mine"}))
+    replica_of(cluster, "mine")
+    assert cluster.http.delete("/v1/requests/mine").json()["cancelled"]
+    assert cancelled.result().json()["error"]["code"] == "request_cancelled"
+
+    # One dies: what it was drawing is lost with an error that says so, unless it can be drawn again.
+    with two_streams(cluster, 120, 240) as ((doomed, lost_events), (safe, safe_events)):
+        later = {**SMALL, "num_inference_steps": 100, "priority": 50}  # fewer steps are left where it will die
+        callers = {
+            name: Caller(
+                lambda body=body, name=name: cluster.http.post(
+                    "/v1/images/generations", json=body, headers={"x-request-id": name}
+                )
+            )
+            for name, body in (("unseeded", later), ("seeded", {**later, "seed": 7}))
+        }
+        assert {replica_of(cluster, name) for name in callers} == {doomed}
+        assert cluster.tell(f"kill {doomed}") == "killed"
+        kind, error = list(lost_events)[-1]
+        assert (kind, error["error"]["code"]) == ("error", "replica_died")
+        lost = callers["unseeded"].result()
+        assert (lost.status_code, lost.json()["error"]["code"]) == (503, "replica_died")
+        assert int(lost.headers["retry-after"]) >= 1
+        drawn_again = callers["seeded"].result()
+        assert (drawn_again.status_code, drawn_again.headers["x-replica"]) == (200, safe)
+        assert list(safe_events)[-1][0] == "image_generation.completed"
+    assert cluster.generate(seed=7).json()["data"] == picture
+
+
+@contextlib.contextmanager
+def two_streams(cluster: Cluster, *steps: int) -> Iterator[Any]:
+    """One on each replica; tried again while what was cancelled before is still believed to be there."""
+    while True:
+        with contextlib.ExitStack() as stack:
+            streams = [stack.enter_context(cluster.stream(num_inference_steps=count)) for count in steps]
+            if streams[0][0] != streams[1][0]:
+                yield streams
+                return
+
+
+# ---------------------------------------------------------------------- the gateway alone
+
+
+class FakeReplicas:
+    """Ray's handle: `draw(call)` gives what `EngineReplica.call` of the chosen replica would."""
+
+    def __init__(self, draw: Callable[[Any], AsyncIterator[Any]]) -> None:
+        self._draw = draw
+        self.calls: list[Any] = []
+        self.num_closed = 0
+
+    def options(self, **_: Any) -> FakeReplicas:
+        return self
+
+    def remote(self, call: Any) -> Any:
+        self.calls.append(call)
+        items = self._draw(call)
+        replicas = self
+
+        class Response:
+            def __aiter__(self) -> AsyncIterator[Any]:
+                return items
+
+            def cancel(self) -> None:
+                replicas.num_closed += 1
+
+        return Response()
+
+
+def answer_with(status: int, body: bytes, kind: bytes = b"application/json") -> list[dict[str, Any]]:
+    return [
+        {"type": "http.response.start", "status": status, "headers": [(b"content-type", kind)]},
+        {"type": "http.response.body", "body": body},
+    ]
+
+
+def ask(replicas: FakeReplicas, method: str, path: str, **request: Any) -> httpx.Response:
+    """The gateway's answer to one call."""
+
+    async def run() -> httpx.Response:
+        transport = httpx.ASGITransport(Gateway(replicas, SETTINGS))
+        async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+            return await client.request(method, path, **request)
+
+    return asyncio.run(run())
+
+
+def dying(num_deaths: int, *before: Any) -> FakeReplicas:
+    """The first calls die after what is `before`, later ones are answered."""
+    left = iter([True] * num_deaths)
+
+    async def draw(_: Any) -> AsyncIterator[Any]:
+        yield "a"
+        if next(left, False):
+            for item in before:
+                yield item
+            raise ActorDiedError
+        for item in answer_with(200, b'{"data": []}'):
+            yield item
+
+    return FakeReplicas(draw)
+
+
+def test_what_gives_the_same_again_is_tried_once_more():
+    replicas = dying(1, answer_with(200, b"")[0])  # headers were not passed on yet
+    answer = ask(replicas, "POST", "/v1/images/generations", json={**SMALL, "seed": 3})
+    assert (answer.status_code, answer.json()) == (200, {"data": []})
+    assert answer.headers["x-replica"] == "a"
+    first, second = replicas.calls
+    assert first.key != second.key
+    assert first.headers == second.headers  # with one request id
+
+
+@pytest.mark.parametrize(("num_deaths", "fields"), [(2, {"seed": 3}), (1, {})])
+def test_else_a_death_is_told_as_something_to_retry(num_deaths, fields):
+    answer = ask(dying(num_deaths), "POST", "/v1/images/generations", json={**SMALL, **fields})
+    assert answer.status_code == 503
+    assert answer.headers["retry-after"] == "1"
+    assert answer.json()["error"] == {
+        "message": "the replica that had this request died, and nothing of it is left: send it again",
+        "type": "server_error",
+        "code": "replica_died",
+        "param": None,
+    }
+
+
+def test_a_stream_that_has_begun_ends_with_an_error_event():
+    start, body = answer_with(200, b"event: image_generation.partial_image\ndata: {}\n\n", b"text/event-stream")
+    replicas = dying(1, start, {**body, "more_body": True})
+    answer = ask(replicas, "POST", "/v1/images/generations", json={**SMALL, "seed": 3, "stream": True})
+    events = answer.text.strip().split("\n\n")
+    assert len(events) == 2
+    assert events[1].startswith("event: error")
+    assert '"code":"replica_died"' in events[1]
+    assert len(replicas.calls) == 1
+
+
+def test_a_request_is_looked_for_at_every_replica():
+    async def draw(call: Any) -> AsyncIterator[Any]:
+        name = next((name for name in "abc" if name not in call.excluded), "a")
+        yield name
+        found = name == "b" and call.path.endswith("/mine")
+        for item in answer_with(200 if found else 404, name.encode()):
+            yield item
+
+    replicas = FakeReplicas(draw)
+    answer = ask(replicas, "DELETE", "/v1/requests/mine")
+    assert (answer.status_code, answer.headers["x-replica"]) == (200, "b")
+    assert len(replicas.calls) == 2
+    assert ask(replicas, "GET", "/v1/requests/other").status_code == 404
+    assert [call.excluded for call in replicas.calls[2:]] == [
+        frozenset(),
+        frozenset("a"),
+        frozenset("ab"),
+        frozenset("abc"),
+    ]
+
+
+def test_a_request_is_looked_for_first_where_it_was_sent():
+    async def draw(_: Any) -> AsyncIterator[Any]:
+        yield "b"
+        for item in answer_with(200, b"{}"):
+            yield item
+
+    async def run(replicas: FakeReplicas) -> None:
+        transport = httpx.ASGITransport(Gateway(replicas, SETTINGS))
+        async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+            await client.post("/v1/images/generations", json=SMALL, headers={"x-request-id": "mine"})
+            await client.get("/v1/requests/mine")
+
+    replicas = FakeReplicas(draw)
+    asyncio.run(run(replicas))
+    assert replicas.calls[1].preferred == "b"
+
+
+def test_a_client_that_leaves_is_told_to_the_replica():
+    async def run() -> FakeReplicas:
+        has_started = asyncio.Event()
+
+        async def draw(_: Any) -> AsyncIterator[Any]:
+            yield "a"
+            has_started.set()
+            await asyncio.Event().wait()
+
+        replicas = FakeReplicas(draw)
+        requests = [{"type": "http.request", "body": json.dumps(SMALL).encode()}]
+
+        async def receive() -> dict[str, Any]:
+            if requests:
+                return requests.pop()
+            await has_started.wait()
+            return {"type": "http.disconnect"}
+
+        scope = {"type": "http", "method": "POST", "path": "/v1/images/generations", "query_string": b"", "headers": []}
+        await Gateway(replicas, SETTINGS)(scope, receive, lambda _: asyncio.sleep(0))
+        return replicas
+
+    assert asyncio.run(run()).num_closed == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"size": "64x32", "num_inference_steps": 5, "true_cfg_scale": 1}, Work(5, 1, 8)),
+        ({"size": "64x32", "num_inference_steps": 5, "n": 3}, Work(5, 6, 8)),
+        ({}, Work(50, 2, None)),
+        ({"size": "auto"}, Work(50, 2, None)),
+        ({"n": "three"}, None),
+        ({"unknown": 1}, None),
+    ],
+)
+def test_the_work_in_a_request(fields, expected):
+    assert work_of(json.dumps({"prompt": "x", **fields}).encode(), SETTINGS) == expected
+
+
+def call_of(key: str, work: Any = None, **fields: Any) -> Any:
+    return Call(key, "POST", "/v1/images/generations", b"", [], b"", "http", None, None, work, **fields)
+
+
+def test_only_a_fixed_seed_is_drawn_again():
+    assert is_idempotent(SimpleNamespace(method="GET"))
+    for fields, expected in (({"seed": 0}, True), ({}, False), ({"seed": None}, False), ({"seed": -1}, False)):
+        call = SimpleNamespace(method="POST", body=json.dumps({"prompt": "x", **fields}).encode())
+        assert is_idempotent(call) is expected
+
+
+# ---------------------------------------------------------------------- who gets it, and how many there are
+
+STATS = {"backlog_s": 2.0, "s_per_token": 0.01, "num_default_image_tokens": 10, "known": []}
+
+
+def test_what_was_sent_counts_until_the_replica_has_it():
+    backlogs = Backlogs()
+    backlogs.send("a", call_of("1", Work(5, 2, 20)))
+    backlogs.send("a", call_of("2", Work(5, 2, None)))
+    assert backlogs.seconds("a", STATS) == pytest.approx(2.0 + 5 * 2 * (20 + 10) * 0.01)
+    assert backlogs.seconds("b", STATS) == 2.0
+    assert backlogs.seconds("a", {**STATS, "known": ["1"]}) == pytest.approx(2.0 + 1.0)
+    assert backlogs.seconds("a", STATS) == pytest.approx(2.0 + 1.0)  # it does not come back
+    backlogs.send("b", call_of("2", Work(5, 2, None)))  # tried again elsewhere
+    assert backlogs.seconds("a", STATS) == 2.0
+    backlogs.keep({"a"})
+    assert backlogs.seconds("b", STATS) == 2.0
+
+
+def route(replicas: dict[str, float], *calls: Any) -> list[list[str]]:
+    """The order in which replicas of known backlogs are tried for each call, one after another."""
+    router = QueueCostRouter.__new__(QueueCostRouter)
+    router.initialize_state()
+    fakes = [
+        SimpleNamespace(replica_id=SimpleNamespace(unique_id=name), routing_stats={**STATS, "backlog_s": seconds})
+        for name, seconds in replicas.items()
+    ]
+    orders = []
+    for call in calls:
+        ranks = asyncio.run(router.choose_replicas(fakes, SimpleNamespace(args=[call])))
+        orders.append([replica.replica_id.unique_id for (replica,) in ranks])
+    return orders
+
+
+def test_the_shortest_queue_gets_it_and_is_longer_then():
+    work = Work(10, 1, 10)  # a second
+    calls = [call_of(str(number), work) for number in range(4)]
+    assert route({"a": 0.0, "b": 1.5, "c": 9.0}, *calls) == [
+        ["a", "b", "c"],
+        ["a", "b", "c"],
+        ["b", "a", "c"],
+        ["a", "b", "c"],
+    ]
+
+
+def test_a_call_may_prefer_or_exclude_replicas():
+    replicas = {"a": 0.0, "b": 1.0, "c": 2.0}
+    assert route(replicas, call_of("1", preferred="c")) == [["c", "a", "b"]]
+    assert route(replicas, call_of("1", preferred="gone")) == [["a", "b", "c"]]
+    assert route(replicas, call_of("1", excluded=frozenset("ab"))) == [["c"]]
+    assert route(replicas, call_of("1", excluded=frozenset("abc"))) == [["a", "b", "c"]]
+
+
+@pytest.mark.parametrize(
+    ("waits", "expected"),
+    [({"a": 0.0, "b": 0.0}, 1), ({"a": 50.0, "b": 15.0}, 3), ({"a": 60.0, "b": 0.0}, 2), ({}, 7)],
+)
+def test_there_are_as_many_replicas_as_keep_the_wait_short(waits, expected):
+    context = SimpleNamespace(aggregated_metrics={WAIT_METRIC: waits} if waits else {}, target_num_replicas=7)
+    assert PredictedWaitPolicy(30.0)(context) == (expected, {})
+
+
+def test_options_of_serve_run_are_checked():
+    with pytest.raises(ValueError, match="max_replica"):
+        app({"max_replica": "2"})
+    with pytest.raises(ValueError, match="min_replicas"):
+        app({"min_replicas": "0"})
+    with pytest.raises(ValueError, match="less than min_replicas=2"):
+        build_app(print, SETTINGS, min_replicas=2, max_replicas=1)
+
+
+# ---------------------------------------------------------------------- the program
+
+
+def _main(folder: str) -> None:
+    import socket
+
+    import ray
+    import ray.serve._private.api
+    from ray import serve
+
+    from diffusers_continuous.serving.ray_app import app
+
+    ray.serve._private.api.HTTP_PROXY_TIMEOUT = WAIT_S
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    ray.init(
+        num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20, _temp_dir=folder
+    )
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    options = {"min_replicas": "2", "cpus_per_replica": "0", "max_size": "256", "max_steps": "400"}
+    serve.run(app(options), name="pictures")
+    print(f"> http://127.0.0.1:{port}", flush=True)
+    for line in sys.stdin:
+        replica = line.split()[1]
+        (name,) = (
+            actor["name"]
+            for actor in ray.util.list_named_actors(all_namespaces=True)
+            if actor["name"].endswith(f"#{replica}")
+        )
+        ray.kill(ray.get_actor(name, namespace="serve"))
+        print("> killed", flush=True)
+    serve.shutdown()
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1])
