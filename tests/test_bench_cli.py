@@ -8,9 +8,12 @@ import math
 import random
 import threading
 
+import httpx
 import pytest
 
 from diffusers_continuous.cli import bench, main, workload
+from live_server import assert_nothing_is_left
+from live_server import serve as serve_pictures
 
 SMALL = ["--mix", "0.5:64:2,0.5:64:4", "--requests", "12", "--alone", "1"]
 
@@ -234,3 +237,42 @@ def test_asking_imports_no_torch():
 
     code = "import sys, diffusers_continuous.cli.bench; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# our own server
+
+
+@pytest.fixture(scope="module")
+def pictures(components):
+    with serve_pictures(components) as server:
+        yield server
+        assert_nothing_is_left(server)
+
+
+def test_it_measures_our_own_server(pictures, capsys):
+    options = ["--load", 0.8, "--cfg", 1, "--deadline", 3, "--model", "tiny"]
+    result = run(capsys, "--url", pictures.url, *options, *SMALL)
+    assert result["results"][0]["failures"] == {}
+    assert result["results"][0]["kinds"]["all"]["p50_slowdown"] > 0
+
+
+@pytest.mark.parametrize("optional", [{}, {"seed": 42, "negative_prompt": "Negative prompt 0"}])
+def test_vllm_omnis_benchmark_is_served(pictures, optional):
+    """What its `diffusion_benchmark_serving.py --backend openai --task t2i` sends, and what it reads of the answers."""
+    assert httpx.get(f"{pictures.url}/health", timeout=60).status_code == 200
+    body = {
+        "model": "org/tiny",
+        "prompt": "Random prompt 0 for benchmarking diffusion models",
+        "n": 1,
+        "size": "64x64",
+        "response_format": "b64_json",
+        "num_inference_steps": 2,
+        **optional,
+    }
+    headers = {"Content-Type": "application/json", "Authorization": "Bearer EMPTY"}
+    answer = httpx.post(f"{pictures.url}/v1/images/generations", json=body, headers=headers, timeout=60)
+    assert answer.status_code == 200
+    content = answer.json()
+    assert content["data"][0]["b64_json"]
+    assert isinstance(content["usage"], dict)
+    assert content.get("choices", []) == []

@@ -6,7 +6,19 @@ other ASGI server.
 
 from __future__ import annotations
 
-from .app import create_app
+from typing import TYPE_CHECKING, Any
+
 from .settings import ServingSettings
 
+if TYPE_CHECKING:
+    from .app import create_app
+
 __all__ = ["ServingSettings", "create_app"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "create_app":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from .app import create_app  # when it is used: it needs torch, and Ray's gateway, which imports this, has none
+
+    return create_app

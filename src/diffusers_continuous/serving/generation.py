@@ -23,14 +23,11 @@ from .protocol import (
     InputTokensDetails,
     Usage,
 )
-from .settings import ServingSettings
+from .settings import DEFAULT_STEPS, DEFAULT_TRUE_CFG_SCALE, ServingSettings
 
 if TYPE_CHECKING:
     from diffusers_continuous import ContinuousBatchingPipeline, RequestOutput
 
-# What the pipeline's call takes by default.
-DEFAULT_STEPS = 50
-DEFAULT_TRUE_CFG_SCALE = 4.0
 # A seed that is drawn here is a number that every JSON reader keeps exactly.
 MAX_DRAWN_SEED = 2**53
 

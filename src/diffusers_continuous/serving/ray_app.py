@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 from collections import OrderedDict, deque
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import ray
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 from ray import serve
 from ray.exceptions import RayActorError
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
@@ -32,13 +33,10 @@ from diffusers_continuous.config import ContinuousBatchingConfig
 from diffusers_continuous.sizes import read_size
 
 from . import sse
-from .app import create_app
 from .errors import ApiError
-from .generation import DEFAULT_STEPS, DEFAULT_TRUE_CFG_SCALE
 from .middleware import LimitBody
-from .protocol import ImageGenerationRequest
 from .ray_routing import WAIT_METRIC, Call, PredictedWaitPolicy, QueueCostRouter, Work
-from .settings import MAX_QUEUE_SIZE, ServingSettings
+from .settings import DEFAULT_STEPS, DEFAULT_TRUE_CFG_SCALE, MAX_QUEUE_SIZE, ServingSettings
 
 if TYPE_CHECKING:
     from diffusers_continuous import ContinuousBatchingPipeline
@@ -74,6 +72,8 @@ class EngineReplica:
     async def __init__(  # type: ignore[misc]
         self, make_pipe: Callable[[], ContinuousBatchingPipeline], settings: ServingSettings
     ) -> None:
+        from .app import create_app  # here, since it needs torch, which the gateway does not
+
         self._name = serve.get_replica_context().replica_id.unique_id
         self._under_way: dict[str, Call] = {}
         self._ended: deque[str] = deque(maxlen=MAX_KNOWN_CALLS)
@@ -206,7 +206,7 @@ class Gateway:
         finally:
             leaving.cancel()
             answering.cancel()
-            await asyncio.wait([answering])
+            await asyncio.gather(answering, return_exceptions=True)
 
     def _make_call(self, scope: Scope, body: bytes) -> Call:
         headers = list(scope["headers"])
@@ -350,35 +350,31 @@ def request_id_of(call: Call) -> str | None:
 
 def work_of(body: bytes, settings: ServingSettings) -> Work | None:
     """What the body of a request for pictures asks for; None where it is wrong, which its replica will say."""
-    request = _parsed(body)
-    if request is None:
+    fields = _fields_of(body)
+    num_steps = fields.get("num_inference_steps") or min(DEFAULT_STEPS, settings.max_steps)
+    num_pictures, scale = fields.get("n") or 1, fields.get("true_cfg_scale")
+    scale = DEFAULT_TRUE_CFG_SCALE if scale is None else scale
+    if not fields or not all(isinstance(value, int | float) for value in (num_steps, num_pictures, scale)):
         return None
     try:
-        width, height = read_size(request.size)
-        num_image_tokens = width * height // 256
+        width, height = read_size(fields.get("size"))
     except ValueError:
-        num_image_tokens = None
-    scale = DEFAULT_TRUE_CFG_SCALE if request.true_cfg_scale is None else request.true_cfg_scale
-    return Work(
-        num_steps=request.num_inference_steps or min(DEFAULT_STEPS, settings.max_steps),
-        num_branches=(request.n or 1) * (2 if scale > 1 else 1),
-        num_image_tokens=num_image_tokens,
-    )
+        return Work(num_steps, num_pictures * (2 if scale > 1 else 1), None)
+    return Work(num_steps, num_pictures * (2 if scale > 1 else 1), width * height // 256)
 
 
 def is_idempotent(call: Call) -> bool:
     """True where the call gives the same when it is sent again: the seed of its pictures is fixed."""
-    if call.method != "POST":
-        return True
-    request = _parsed(call.body)
-    return request is not None and request.seed is not None
+    return call.method != "POST" or _fields_of(call.body).get("seed") is not None
 
 
-def _parsed(body: bytes) -> ImageGenerationRequest | None:
+def _fields_of(body: bytes) -> dict[str, Any]:
+    """Of a JSON object, none of which is checked; empty for anything else."""
     try:
-        return ImageGenerationRequest.model_validate_json(body)
-    except ValidationError:
-        return None
+        fields = json.loads(body)
+    except ValueError:
+        return {}
+    return fields if isinstance(fields, dict) else {}
 
 
 @serve.ingress()
@@ -478,9 +474,7 @@ def build_app(
         name="Engine",
         max_ongoing_requests=MAX_ONGOING_CALLS,
         ray_actor_options=dict(ray_actor_options or {}),
-        request_router_config=RequestRouterConfig.model_validate(
-            {"request_router_class": QueueCostRouter, "request_routing_stats_period_s": ROUTING_PERIOD_S}
-        ),
+        request_router_config=router_config(),
         graceful_shutdown_timeout_s=settings.drain_s,
         **number,
     )(EngineReplica)
@@ -492,6 +486,15 @@ def build_app(
     )(GatewayDeployment)
     bound: serve.Application = gateway.bind(engines.bind(make_pipe, settings), settings)
     return bound
+
+
+def router_config() -> RequestRouterConfig:
+    """How Ray Serve is to choose the engine for a call."""
+    options: dict[str, Any] = {
+        "request_router_class": QueueCostRouter,
+        "request_routing_stats_period_s": ROUTING_PERIOD_S,
+    }
+    return RequestRouterConfig(**options)  # its constructor pickles the class, which validating would not
 
 
 def load_pipeline(model: str | None) -> ContinuousBatchingPipeline:

@@ -11,6 +11,9 @@ from diffusers_continuous.errors import ConfigError
 
 # A server that lets everybody wait for ever serves nobody: this many rows may.
 MAX_QUEUE_SIZE = 256
+# What the pipeline's call takes by default.
+DEFAULT_STEPS = 50
+DEFAULT_TRUE_CFG_SCALE = 4.0
 
 
 @dataclass(frozen=True)
