@@ -403,10 +403,17 @@ def test_a_client_that_leaves_is_told_to_the_replica():
         ({}, Work(50, 2, None)),
         ({"size": "auto"}, Work(50, 2, None)),
         ({"n": "three"}, None),
+        ({"n": -3}, None),
+        ({"num_inference_steps": 51}, None),
     ],
 )
 def test_the_work_in_a_request(fields, expected):
     assert work_of(json.dumps({"prompt": "x", **fields}).encode(), SETTINGS) == expected
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"\xff", b"[" * 100_000, b'{"n": NaN}'])
+def test_a_body_that_makes_no_sense_is_left_to_the_replica(body):
+    assert work_of(body, SETTINGS) is None
 
 
 def call_of(key: str, work: Any = None, **fields: Any) -> Any:

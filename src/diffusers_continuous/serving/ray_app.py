@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import os
 from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, Callable, Mapping
@@ -36,7 +37,7 @@ from . import sse
 from .errors import ApiError
 from .middleware import LimitBody
 from .ray_routing import WAIT_METRIC, Call, PredictedWaitPolicy, QueueCostRouter, Work
-from .settings import DEFAULT_STEPS, DEFAULT_TRUE_CFG_SCALE, MAX_QUEUE_SIZE, ServingSettings
+from .settings import DEFAULT_STEPS, MAX_QUEUE_SIZE, ServingSettings
 
 if TYPE_CHECKING:
     from diffusers_continuous import ContinuousBatchingPipeline
@@ -353,14 +354,19 @@ def work_of(body: bytes, settings: ServingSettings) -> Work | None:
     fields = _fields_of(body)
     num_steps = fields.get("num_inference_steps") or min(DEFAULT_STEPS, settings.max_steps)
     num_pictures, scale = fields.get("n") or 1, fields.get("true_cfg_scale")
-    scale = DEFAULT_TRUE_CFG_SCALE if scale is None else scale
-    if not fields or not all(isinstance(value, int | float) for value in (num_steps, num_pictures, scale)):
+    if not fields or not _is_within(num_steps, settings.max_steps) or not _is_within(num_pictures, settings.max_n):
         return None
+    is_guided = scale is None or (_is_within(scale, math.inf) and scale > 1)
     try:
         width, height = read_size(fields.get("size"))
+        num_image_tokens = width * height // 256
     except ValueError:
-        return Work(num_steps, num_pictures * (2 if scale > 1 else 1), None)
-    return Work(num_steps, num_pictures * (2 if scale > 1 else 1), width * height // 256)
+        num_image_tokens = None
+    return Work(num_steps, num_pictures * (2 if is_guided else 1), num_image_tokens)
+
+
+def _is_within(value: object, most: float) -> bool:
+    return isinstance(value, int | float) and 0 < value <= most
 
 
 def is_idempotent(call: Call) -> bool:
@@ -372,7 +378,7 @@ def _fields_of(body: bytes) -> dict[str, Any]:
     """Of a JSON object, none of which is checked; empty for anything else."""
     try:
         fields = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return fields if isinstance(fields, dict) else {}
 
