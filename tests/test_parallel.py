@@ -1,7 +1,7 @@
 """One transformer over two processes: the pictures are the stock pipeline's, and what cannot be spread is refused.
 
-Each test that needs two processes starts them with this file as the program, on gloo and the CPU. Diffusers shards on
-accelerators only, so those processes tell it that a CPU is one.
+The two processes have this file as their program, on gloo and the CPU. Diffusers shards on accelerators only, so they
+tell it that a CPU is one.
 """
 
 from __future__ import annotations
@@ -46,42 +46,44 @@ def load() -> ContinuousBatchingPipeline:
 
 # ---------------------------------------------------------------------- what the two processes do
 
-
-def serve_together(rank: int, folder: Path) -> None:
-    """Rank 0 draws a crowd in two engines, one after the other; rank 1 follows both."""
-    pipe, config = load(), {"parallel": {"tp": 2}}
-    for turn in range(2):
-        if rank:
-            pipe.follow_continuous_batching(config)
-            continue
-        with pipe.continuous_batching_context_manager(config) as engine:
-            with engine.pause():  # so that they share their steps
-                ids = [engine.add_request(**arguments(number)) for number in range(len(KINDS))]
-            outputs = [engine.get_result(request_id) for request_id in ids]
-        assert [output.error for output in outputs] == [None] * len(KINDS)
-        assert engine.stats().mean_rows_per_step > 1
-        torch.save([output.latents for output in outputs], folder / f"latents{turn}.pt")
-    weight = pipe.transformer.transformer_blocks[0].attn.to_q.weight
-    assert weight.to_local().shape[0] == weight.shape[0] // 2  # each process has half of it
+CONFIG = {"parallel": {"tp": 2}}
 
 
-def one_rank_dies(rank: int, _: Path) -> None:
-    """Rank 1 ends in the middle: rank 0's callers are told, and its engine is dead."""
-    pipe, config = load(), {"parallel": {"tp": 2}}
+def refuse(pipe: ContinuousBatchingPipeline, rank: int) -> None:
+    """What each process has to be told before anything is shared out."""
+    call, other = pipe.init_continuous_batching, pipe.follow_continuous_batching
     if rank:
-        from diffusers_continuous.models import parallel
+        call, other = other, call
+    with pytest.raises(UnsupportedModelError, match="packed rows"):
+        call({"parallel": {"cp": 2}})
+    with pytest.raises(ConfigError, match="needs a process group of 3 ranks and there is 2"):
+        call({"parallel": {"tp": 3}})
+    with pytest.raises(ConfigError, match="call pipe.follow_continuous" if rank else "rank 0 has the engine"):
+        other(CONFIG)
 
+
+def draw(pipe: ContinuousBatchingPipeline, rank: int) -> list[torch.Tensor]:
+    """Rank 0 draws a crowd, whose latents it hands back, and rank 1 follows."""
+    if rank:
+        pipe.follow_continuous_batching(CONFIG)
+        return []
+    with pipe.continuous_batching_context_manager(CONFIG) as engine:
+        with engine.pause():  # so that they share their steps
+            ids = [engine.add_request(**arguments(number)) for number in range(len(KINDS))]
+        outputs = [engine.get_result(request_id) for request_id in ids]
+    assert [output.error for output in outputs] == [None] * len(KINDS)
+    assert engine.stats().mean_rows_per_step > 1
+    return [output.latents for output in outputs]
+
+
+def die(pipe: ContinuousBatchingPipeline, rank: int) -> None:
+    """Rank 1 ends in the middle of a request: its caller is told, and the engine is dead."""
+    if rank:
+        transformer = pipe.transformer
         forwards = iter(range(10**6))
-
-        class Dying(parallel.Packed):
-            def __init__(self, *args: Any) -> None:
-                if next(forwards) == 4:
-                    os._exit(0)
-                super().__init__(*args)
-
-        parallel.Packed = Dying  # type: ignore[misc]
-        pipe.follow_continuous_batching(config)
-    engine = pipe.init_continuous_batching(config, num_blocks=64)
+        transformer.register_forward_pre_hook(lambda *_: os._exit(0) if next(forwards) == 4 else None)
+        pipe.follow_continuous_batching(CONFIG)
+    engine = pipe.init_continuous_batching(CONFIG, num_blocks=64)
     engine.start()
     output = engine.get_result(engine.add_request(**arguments(0)))
     assert isinstance(output.error, EngineStoppedError), output.error
@@ -90,47 +92,32 @@ def one_rank_dies(rank: int, _: Path) -> None:
         engine.add_request(**arguments(1))
 
 
-def refuse_together(rank: int, _: Path) -> None:
-    """What two processes have to be told."""
-    pipe = load()
-    call = pipe.follow_continuous_batching if rank else pipe.init_continuous_batching
-    with pytest.raises(UnsupportedModelError, match="packed rows"):
-        call({"parallel": {"cp": 2}})
-    with pytest.raises(ConfigError, match="needs a process group of 3 ranks and there is 2"):
-        call({"parallel": {"tp": 3}})
-    other = pipe.init_continuous_batching if rank else pipe.follow_continuous_batching
-    with pytest.raises(ConfigError, match="call pipe.follow_continuous" if rank else "rank 0 has the engine"):
-        other({"parallel": {"tp": 2}})
-    if rank:
-        pipe.follow_continuous_batching({"parallel": {"tp": 2}})
-    else:
-        engine = pipe.init_continuous_batching({"parallel": {"tp": 2}}, num_blocks=64)
-        engine.stop()
-    with pytest.raises(UnsupportedModelError, match=r'2 processes.*parallel=\{"tp": 2\}'):
-        pipe.init_continuous_batching()
-
-
-def _main(name: str, rank: int, port: int, folder: Path) -> None:
+def _main(rank: int, port: int, folder: Path) -> None:
     from diffusers.hooks import tensor_parallel
 
     tensor_parallel._SUPPORTED_TP_DEVICES = ("cpu",)
     torch.accelerator.device_count = lambda: 1  # type: ignore[assignment]
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
     torch.distributed.init_process_group("gloo")
-    globals()[name](rank, folder)
+    pipe = load()
+    refuse(pipe, rank)
+    torch.save([draw(pipe, rank) for _ in range(2)], folder / f"latents{rank}.pt")
+    weight = pipe.transformer.transformer_blocks[0].attn.to_q.weight
+    assert weight.to_local().shape[0] == weight.shape[0] // 2  # each process has half of it
+    with pytest.raises(UnsupportedModelError, match=r'2 processes.*parallel=\{"tp": 2\}'):
+        pipe.init_continuous_batching()
+    die(pipe, rank)
 
 
-def run_two(name: str, folder: Path) -> None:
-    """Run one of the functions above in two processes; fails with what they said unless both end well."""
+def run_two(folder: Path) -> None:
+    """Run `_main` in two processes; fails with what they said unless both end well."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, __file__, name]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen(
-            [*command, str(rank), str(port), str(folder)],
-            env=environment,
+            [sys.executable, __file__, str(rank), str(port), str(folder)],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -150,21 +137,13 @@ def run_two(name: str, folder: Path) -> None:
 
 
 def test_a_crowd_over_two_processes_gets_the_stock_pipelines_pictures(tmp_path):
-    run_two("serve_together", tmp_path)
+    """One test for all that needs two processes, since starting them takes longest."""
+    run_two(tmp_path)
     stock = load_stock()
-    for turn in range(2):
-        latents = torch.load(tmp_path / f"latents{turn}.pt")
-        for number in range(len(KINDS)):
-            assert_latents_equal(latents[number], stock(**arguments(number)).images)
-
-
-@pytest.mark.parametrize("name", ["one_rank_dies", "rank_zero_dies"])
-def test_a_rank_that_dies_is_noticed(name, tmp_path):
-    run_two(name, tmp_path)
-
-
-def test_what_cannot_run_is_refused_in_both_processes(tmp_path):
-    run_two("refuse_together", tmp_path)
+    expected = [stock(**arguments(number)).images for number in range(len(KINDS))]
+    for found in torch.load(tmp_path / "latents0.pt"):
+        for latents, of_stock in zip(found, expected, strict=True):
+            assert_latents_equal(latents, of_stock)
 
 
 @pytest.mark.parametrize(
@@ -215,4 +194,4 @@ def test_a_transformer_that_was_spread_by_hand_is_refused(components, monkeypatc
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
+    _main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

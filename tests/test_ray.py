@@ -26,14 +26,8 @@ from ray.exceptions import ActorDiedError
 
 from diffusers_continuous.serving import ServingSettings
 from diffusers_continuous.serving.ray_app import Gateway, app, build_app, is_idempotent, router_config, work_of
-from diffusers_continuous.serving.ray_routing import (
-    WAIT_METRIC,
-    Backlogs,
-    Call,
-    PredictedWaitPolicy,
-    QueueCostRouter,
-    Work,
-)
+from diffusers_continuous.serving.ray_router import QueueCostRouter
+from diffusers_continuous.serving.ray_routing import WAIT_METRIC, Backlogs, Call, PredictedWaitPolicy, Work
 
 PROGRAM = Path(__file__).with_name("ray_cluster.py")
 WAIT_S = 300
@@ -489,13 +483,20 @@ def test_there_are_as_many_replicas_as_keep_the_wait_short(waits, expected):
     assert PredictedWaitPolicy(30.0)(context) == (expected, {})
 
 
-def test_ray_serve_is_told_to_use_the_router():
-    assert router_config().get_request_router_class() is QueueCostRouter
-
-
-def test_the_gateway_needs_no_torch():
-    code = "import sys, diffusers_continuous.serving.ray_app; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+def test_the_router_works_in_another_process_which_needs_no_torch():
+    """Ray Serve pickles it, by value, and the gateway's calls must be the calls that it knows."""
+    config = router_config()
+    assert config.get_request_router_class() is QueueCostRouter
+    code = """if True:
+        import sys
+        from diffusers_continuous.serving import ray_app
+        from ray import cloudpickle
+        router = cloudpickle.loads(sys.stdin.buffer.read())
+        assert router.choose_replicas.__globals__["Call"] is ray_app.Call
+        assert "torch" not in sys.modules
+    """
+    content = config.get_serialized_request_router_cls()
+    assert subprocess.run([sys.executable, "-c", code], input=content, check=False).returncode == 0
 
 
 def test_options_of_serve_run_are_checked():

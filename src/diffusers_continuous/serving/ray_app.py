@@ -2,7 +2,7 @@
 
     serve run diffusers_continuous.serving.ray_app:app model=Qwen/Qwen-Image max_replicas=4
 
-A gateway, which draws nothing, hands each call to the replica that will be done soonest (see `ray_routing`) and passes
+A gateway, which draws nothing, hands each call to the replica that will be done soonest (see `ray_router`) and passes
 the answer through as it comes. It knows what the replicas' application cannot know: what became of a request whose
 replica died, and which replica has a request that somebody asks about. Needs the extra `ray`.
 """
@@ -36,7 +36,8 @@ from diffusers_continuous.sizes import read_size
 from . import sse
 from .errors import ApiError
 from .middleware import LimitBody
-from .ray_routing import WAIT_METRIC, Call, PredictedWaitPolicy, QueueCostRouter, Work
+from .ray_router import QueueCostRouter
+from .ray_routing import WAIT_METRIC, Call, PredictedWaitPolicy, Work
 from .settings import DEFAULT_STEPS, MAX_QUEUE_SIZE, ServingSettings
 
 if TYPE_CHECKING:

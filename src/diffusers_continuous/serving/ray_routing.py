@@ -1,4 +1,4 @@
-"""Which replica gets a request, and how many replicas there should be, by predicted seconds of queued work.
+"""What replicas have to do, in predicted seconds, and how many of them there should be.
 
 Ray Serve asks every replica now and then what it has to do (`EngineReplica.record_routing_stats`). In between, a router
 adds what it sent itself and the replica had not received when it answered. Knows seconds and ids; no HTTP, no engine.
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ray.serve.config import AutoscalingContext
-from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 # What a router sent and no replica has confirmed is forgotten, oldest first: it never arrived.
 MAX_UNCONFIRMED = 512
@@ -91,36 +90,6 @@ class Backlogs:
         """Forget the replicas that are gone."""
         for name in self._sent.keys() - replicas:
             del self._sent[name]
-
-
-class QueueCostRouter(RequestRouter):
-    """Sends a request where it will be done soonest: to the replica with the fewest predicted seconds of work."""
-
-    def initialize_state(self, **_: Any) -> None:
-        """Called by Ray Serve once."""
-        self._backlogs = Backlogs()
-
-    async def choose_replicas(
-        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
-    ) -> list[list[RunningReplica]]:
-        """All that may have it, the best one first; the next ones get it only where that one takes no more."""
-        call = pending_request.args[0] if pending_request is not None and pending_request.args else None
-        names = {name_of(replica): replica for replica in candidate_replicas}
-        self._backlogs.keep(set(names))
-        if not isinstance(call, Call):
-            return [candidate_replicas]
-        # All were tried: the caller sees that and stops.
-        open_names = [name for name in names if name not in call.excluded] or list(names)
-        seconds = {name: self._backlogs.seconds(name, names[name].routing_stats) for name in open_names}
-        ranked = sorted(open_names, key=lambda name: (name != call.preferred, seconds[name]))
-        if ranked:
-            self._backlogs.send(ranked[0], call)
-        return [[names[name]] for name in ranked]
-
-
-def name_of(replica: RunningReplica) -> str:
-    """As the replica calls itself."""
-    return replica.replica_id.unique_id
 
 
 class PredictedWaitPolicy:
