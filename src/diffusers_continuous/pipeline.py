@@ -41,7 +41,7 @@ from .errors import EngineStoppedError, RequestError, UnsupportedModelError
 from .futures import RequestFuture
 from .metrics import StatsRecorder
 from .models.parallel import follow
-from .models.qwen_image import QwenImageStepModel, check_transformer, split_embeds
+from .models.qwen_image import QwenImageStepModel, attention_task, check_transformer, split_embeds
 from .models.qwen_image_transformer import check_rows_stay_apart
 from .pid import PiDDecoder
 from .request import RequestMetrics, RequestOutput, RequestState, RequestStatus, Row, TextEmbeds
@@ -175,7 +175,7 @@ class ContinuousBatchingMixin:
         """
         config = resolve_config(continuous_batching_config, **options)
         check_transformer(self.transformer)
-        follow(self.transformer, get_backend(config.attention_backend), config.parallel)
+        follow(self.transformer, get_backend(config.attention_backend, attention_task(self)), config.parallel)
 
     def _running_engine(self) -> DiffusionEngine:
         """The engine, started; a new one after the last was stopped.

@@ -65,6 +65,13 @@ def check_transformer(transformer: Any) -> None:
             raise UnsupportedModelError(f"transformer.config.{option}=True cannot be batched here: {why}")
 
 
+def attention_task(pipe: QwenImagePipeline) -> AttentionTask:
+    """What an attention backend has to take for this pipeline as it is now."""
+    transformer = pipe.transformer
+    head_dim = transformer.config.attention_head_dim
+    return AttentionTask(torch.device(pipe._execution_device), transformer.dtype, head_dim)
+
+
 class QwenImageStepModel:
     """The four verbs over one pipeline's components. Runs on the runner's thread only, under `no_grad`.
 
@@ -350,9 +357,7 @@ class QwenImageStepModel:
     def _attention_backend(self) -> AttentionBackend:
         """Chosen anew where the pipeline may have been moved to another device or cast to another dtype."""
         if self._attention is None:
-            transformer = self._pipe.transformer
-            task = AttentionTask(self.device, transformer.dtype, transformer.config.attention_head_dim)
-            self._attention = self._choose_attention(task)
+            self._attention = self._choose_attention(attention_task(self._pipe))
         return self._attention
 
     def _all_ranks(self, *inputs: Any) -> contextlib.AbstractContextManager[None]:
