@@ -506,12 +506,10 @@ def router_config() -> RequestRouterConfig:
 
 def load_pipeline(model: str | None) -> ContinuousBatchingPipeline:
     """The pipeline of a folder or repository, or of the embedded model, on the device that Ray gave this process."""
-    import torch
+    from diffusers_continuous import ContinuousBatchingPipeline, devices, embedded_model_path
 
-    from diffusers_continuous import ContinuousBatchingPipeline, embedded_model_path
-
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    device = devices.best_device()
+    dtype = devices.default_dtype(device)
     pipe = ContinuousBatchingPipeline.from_pretrained(model or str(embedded_model_path()), dtype=dtype).to(device)
     pipe.set_progress_bar_config(disable=True)
     return pipe
