@@ -32,15 +32,12 @@ from typing import Any
 import diffusers
 import torch
 import transformers
-from diffusers import QwenImagePipeline
 
 from bench_offline import machine, rounded
-from diffusers_continuous import ContinuousBatchingConfig, embedded_model_path
-from diffusers_continuous.attention import get_backend
+from diffusers_continuous import ContinuousBatchingPipeline, embedded_model_path
 from diffusers_continuous.batch import InputBatch
 from diffusers_continuous.futures import RequestFuture
 from diffusers_continuous.layouts import LAYOUTS, tile_side
-from diffusers_continuous.models.qwen_image import QwenImageStepModel
 from diffusers_continuous.request import RequestState, Row, SamplingParams, TextEmbeds
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
@@ -108,7 +105,8 @@ def main() -> int:
             print_line(lines[-1])
     worst = max(line["auto_over_best"] for line in lines)
     print(f"\nauto: at most {worst:.3f} times the best layout's time")
-    print(json.dumps(rounded({**where, "rows": args.rows, "lines": lines, "auto_over_best": worst})))
+    result = {**where, "rows": args.rows, "lines": [rounded(line) for line in lines], "auto_over_best": worst}
+    print(json.dumps(rounded(result)))
     return 0
 
 
@@ -119,11 +117,10 @@ class Bench:
         self.args = args
         self.device = torch.device(args.device)
         self.dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
-        self.pipe = QwenImagePipeline.from_pretrained(
-            args.model or embedded_model_path(), text_encoder=None, tokenizer=None, vae=None, dtype=self.dtype
-        ).to(self.device)
-        backend = get_backend(args.attention_backend)
-        self.model = QwenImageStepModel(self.pipe, backend, ContinuousBatchingConfig())
+        source = args.model or embedded_model_path()
+        self.pipe = ContinuousBatchingPipeline.from_pretrained(source, dtype=self.dtype).to(self.device)
+        engine = self.pipe.init_continuous_batching(attention_backend=args.attention_backend, num_blocks=1)
+        self.model = engine.runner._model
 
     @torch.no_grad()
     def measure(self, mix: Mix, side: int) -> dict[str, Any]:
@@ -226,11 +223,11 @@ def _median_ratio(a: list[float], b: list[float]) -> float:
 
 
 def print_head() -> None:
+    print(f"Figures separated by / are {' / '.join(LAYOUTS)}.\n")
     print(
-        "| mix | side | tokens | tile | padding | ms, one by one | ms | x one by one | peak MiB | auto | auto / best |"
+        "| mix | side, px | tokens | tile, px | padding | ms one by one | ms | times faster | MiB | auto | auto / best |"
     )
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
-    print(f"| | px | | px | % | | {' / '.join(LAYOUTS)} | the same | the same | | |")
 
 
 def print_line(line: dict[str, Any]) -> None:
@@ -242,7 +239,7 @@ def print_line(line: dict[str, Any]) -> None:
         line["side"],
         line["tokens"],
         line["tile"],
-        f"{100 * line['padding']:.0f}",
+        f"{line['padding']:.0%}",
         f"{line['ms']['one by one']:.1f}",
         each(line["ms"], 1),
         each(line["speedup"], 2),
