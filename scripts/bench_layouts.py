@@ -225,7 +225,7 @@ def _median_ratio(a: list[float], b: list[float]) -> float:
 def print_head() -> None:
     print(f"Figures separated by / are {' / '.join(LAYOUTS)}.\n")
     print(
-        "| mix | side, px | tokens | tile, px | padding | ms one by one | ms | times faster | MiB | auto | auto / best |"
+        "| mix | side, px | tokens | tile, px | padding | ms in turn | ms | times faster | MiB | auto | auto / best |"
     )
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
 

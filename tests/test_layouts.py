@@ -53,6 +53,12 @@ MIXES: dict[str, list[dict[str, Any]]] = {
 }
 
 
+@pytest.fixture(params=BACKENDS)
+def backend(request):
+    """The `attention_backend` of a test, which is there while it runs."""
+    return request.param
+
+
 @pytest.fixture(scope="module")
 def solo_latents(stock):
     """The stock pipeline's latents of call number `seed`, each call run once for all layouts."""
@@ -88,7 +94,6 @@ def fits(layout: str, calls: list[dict[str, Any]]) -> bool:
 
 
 @pytest.mark.parametrize("mix", MIXES)
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_row_equals_its_stock_solo_run(make_pipe, solo_latents, layout, backend, mix):
     pipe, calls = make_pipe(batch_layout=layout, attention_backend=backend), MIXES[mix]
@@ -141,7 +146,6 @@ def predict(model: Any, rows: list[Any]) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("mix", ["one size", "transposed", "80 with 112", "texts from the shortest to 200 tokens"])
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_rows_do_not_depend_on_their_order_or_their_neighbours(rows_and_model, layout, backend, mix):
     calls = MIXES[mix]

@@ -39,9 +39,10 @@ class ContinuousBatchingConfig:
             learned while running.
         batch_layout: How the tokens of a batch lie in memory; pictures are the same in each. `"packed"`: one sequence
             without padding. `"padded"`: texts padded to the longest, for rows of one number of image tokens; a batch
-            of others is packed. `"tiled"`: images cut into squares, as large as the greatest common divisor of all
-            heights and widths in the batch. `"auto"`: packed, which `scripts/bench_layouts.py` found to be the
-            fastest for every mix of rows, or within 5 % of it. With a step cache, every batch is packed.
+            of others is packed. `max_batch_tokens` does not count the padding. `"tiled"`: images cut into squares whose
+            side is the greatest common divisor of all heights and widths in the batch. `"auto"`: packed, which
+            `scripts/bench_layouts.py` found to be the fastest for every mix of rows, or within 5 % of the fastest.
+            With a step cache, every batch is packed.
         attention_backend: `"auto"` picks by device; else a name of `attention.available_backends()`.
         compile: Compile the transformer's repeated blocks when the engine is made: once for batches of every shape,
             which takes tens of seconds. Attention and decoders, PiD too, run as they are. A float32 picture is then the
