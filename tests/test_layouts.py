@@ -11,13 +11,14 @@ import torch
 import torch.nn.functional as F
 from diffusers import FirstBlockCacheConfig
 
+from attention_fakes import FAKES, installed
 from conftest import assert_latents_equal, assert_pictures_equal, generator, load_stock
 from diffusers_continuous.batch import InputBatch
 from diffusers_continuous.layouts import Branch, choose_layout, tile_side, tiled
 from diffusers_continuous.request import TextEmbeds
 
 LAYOUTS = ["packed", "padded", "tiled"]
-BACKENDS = ["sdpa"]
+BACKENDS = ["sdpa", *FAKES]
 
 VOCABULARY = "a red star left of the big blue circle on white background small green heart above ring"
 
@@ -53,10 +54,33 @@ MIXES: dict[str, list[dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(params=BACKENDS)
+FEW = ["transposed", "80 with 112", "texts from the shortest to 200 tokens"]  # of which the fakes get some
+
+
+def fits(layout: str, calls: list[dict[str, Any]]) -> bool:
+    """True where the calls' rows can have the layout."""
+    return layout != "padded" or len({c["height"] * c["width"] for c in calls}) == 1
+
+
+def cases(mixes: list[str], mixes_of_fakes: list[str]) -> list[tuple[str, str, str]]:
+    """Layout, backend and mix of every test."""
+    return [
+        (layout, backend, mix)
+        for layout in LAYOUTS
+        for backend in BACKENDS
+        for mix in (mixes if backend == "sdpa" else mixes_of_fakes)
+        if fits(layout, MIXES[mix])
+    ]
+
+
+@pytest.fixture
 def backend(request):
-    """The `attention_backend` of a test, which is there while it runs."""
-    return request.param
+    """The `attention_backend` that a test names, there as long as the test runs."""
+    if request.param == "sdpa":
+        yield "sdpa"
+    else:
+        with installed(request.param, float32=True):
+            yield FAKES[request.param]
 
 
 @pytest.fixture(scope="module")
@@ -89,20 +113,15 @@ def draw_together(pipe: Any, calls: list[dict[str, Any]]) -> tuple[list[Any], li
     return [output.latents if output.images is None else output.images for output in outputs], layouts
 
 
-def fits(layout: str, calls: list[dict[str, Any]]) -> bool:
-    return layout != "padded" or len({c["height"] * c["width"] for c in calls}) == 1
-
-
-@pytest.mark.parametrize("mix", MIXES)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_row_equals_its_stock_solo_run(make_pipe, solo_latents, layout, backend, mix):
+@pytest.mark.parametrize(("layout", "backend", "mix"), cases([*MIXES], FEW), indirect=["backend"])
+def test_every_row_equals_its_stock_solo_run(backend, make_pipe, solo_latents, layout, mix):
     pipe, calls = make_pipe(batch_layout=layout, attention_backend=backend), MIXES[mix]
     drawn, layouts = draw_together(
         pipe, [{**c, "generator": generator(seed), "output_type": "latent"} for seed, c in enumerate(calls)]
     )
     for seed, (arguments, ours) in enumerate(zip(calls, drawn, strict=True)):
         assert_latents_equal(ours, solo_latents(arguments, seed))
-    assert layouts[0] == (layout if fits(layout, calls) else "packed")
+    assert set(layouts) == {layout}
 
 
 @pytest.mark.parametrize("mix", MIXES)
@@ -145,9 +164,8 @@ def predict(model: Any, rows: list[Any]) -> list[torch.Tensor]:
     return model.denoise_step(InputBatch.make(rows, model))
 
 
-@pytest.mark.parametrize("mix", ["one size", "transposed", "80 with 112", "texts from the shortest to 200 tokens"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_rows_do_not_depend_on_their_order_or_their_neighbours(rows_and_model, layout, backend, mix):
+@pytest.mark.parametrize(("layout", "backend", "mix"), cases(["one size", *FEW], ["transposed"]), indirect=["backend"])
+def test_rows_do_not_depend_on_their_order_or_their_neighbours(backend, rows_and_model, layout, mix):
     calls = MIXES[mix]
     height, width = calls[0]["height"], calls[0]["width"]
     others = [call(height, width, 30, 7.0), call(height, width, 18)]  # of one size with the first row
@@ -292,10 +310,15 @@ def test_garbage_in_padded_slots_changes_nothing(rows_and_model):
             assert torch.equal(ours, expected)
 
 
-def test_rows_that_cannot_be_padded_are_packed(rows_and_model):
-    rows, model = rows_and_model("padded", [call(96, 96), call(96, 96, 9), call(96, 112)])
-    assert InputBatch.make(rows[:2], model).layout.name == "padded"
-    assert InputBatch.make(rows, model).layout.name == "packed"
+def test_rows_that_cannot_be_padded_are_packed(make_pipe, solo_latents):
+    calls = [call(96, 96, 5, 4.0), call(96, 96, 9), call(96, 144, 7, steps=2)]
+    drawn, layouts = draw_together(
+        make_pipe(batch_layout="padded"),
+        [{**c, "generator": generator(seed), "output_type": "latent"} for seed, c in enumerate(calls)],
+    )
+    assert layouts == ["packed"] * 2 + ["padded"] * 2  # padded as soon as they can be
+    for seed, (arguments, ours) in enumerate(zip(calls, drawn, strict=True)):
+        assert_latents_equal(ours, solo_latents(arguments, seed))
 
 
 # ---------------------------------------------------------------------- with a step cache
