@@ -50,5 +50,5 @@ lint: $(VENV)/.dev-installed
 	$(BIN)/mypy src
 
 clean:
-	rm -rf $(VENV) $(DEMO_OUTPUT) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(DEMO_OUTPUT) test-artifacts build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

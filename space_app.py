@@ -466,9 +466,9 @@ class Space:
         steps = [record for record in stats.recent_steps if record.end_s > start_s]
         rows = [len(record.request_ids) for record in steps if record.kind == "denoise"]
         text = (
-            f"<strong>The engine</strong> {num_under_way} pictures under way, {stats.num_waiting} of them waiting; "
-            f"{sum(rows) / max(1, len(rows)):.1f} in a forward lately; "
-            f"{stats.num_by_status.get('finished', 0)} drawn since it started, {stats.num_on_time} of them on time"
+            f"<strong>The engine</strong> under way: {num_under_way}, waiting: {stats.num_waiting} &middot; "
+            f"in one forward lately: {sum(rows) / max(1, len(rows)):.1f} &middot; "
+            f"drawn: {stats.num_by_status.get('finished', 0)}, on time: {stats.num_on_time}"
         )
         return f'<div class="timeline"><p>{text}</p>{draw_live_timeline(lanes, steps, start_s, end_s, is_busy)}</div>'
 
@@ -618,7 +618,7 @@ def serve(
         share=False,
         theme=THEME,
         css=CSS,
-        footer_links=["api"],
+        footer_links=["api", "gradio"],
         run_history=False,
         prevent_thread_lock=prevent_thread_lock,
     )

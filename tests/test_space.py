@@ -171,7 +171,8 @@ def test_two_visitors_draw_on_one_engine_at_the_same_time(visit, space):
         first.generate()
         expect(first.stage).to_contain_text("number 1 in the queue", timeout=WAIT_MS)
         second.generate()
-        expect(second.stage).to_contain_text("number 3 in the queue", timeout=WAIT_MS)
+        expect(second.stage.get_by_text("in the queue")).to_have_count(2, timeout=WAIT_MS)
+        expect(second.timeline).to_contain_text("under way: 3, waiting: 3", timeout=WAIT_MS)
         second.screenshot("queue")
     second.wait_for_preview()
     with space.engine.pause():
@@ -181,7 +182,7 @@ def test_two_visitors_draw_on_one_engine_at_the_same_time(visit, space):
         expect(visitor.stage).to_contain_text("drawn in")
         expect(visitor.page.locator("#gallery .thumbnail-item img")).to_have_count(count)
         assert visitor.page.evaluate("previews.size") >= 2
-    expect(second.timeline).to_contain_text("0 pictures under way, 0 of them waiting", timeout=WAIT_MS)
+    expect(second.timeline).to_contain_text("under way: 0, waiting: 0", timeout=WAIT_MS)
     second.screenshot("two-decoders")
 
     together = [set(step.request_ids) for step in space.engine.stats().recent_steps if step.kind == "denoise"]
@@ -212,9 +213,9 @@ def test_closing_the_page_takes_the_request_out_of_the_engine(visit, space):
     leaver, other = visit(), visit()
     with space.engine.pause():
         leaver.generate()
-        expect(other.timeline).to_contain_text("2 pictures under way, 2 of them waiting", timeout=WAIT_MS)
+        expect(other.timeline).to_contain_text("under way: 2, waiting: 2", timeout=WAIT_MS)
         leaver.page.close()
-        expect(other.timeline).to_contain_text("0 pictures under way, 0 of them waiting", timeout=WAIT_MS)
+        expect(other.timeline).to_contain_text("under way: 0, waiting: 0", timeout=WAIT_MS)
 
 
 @pytest.mark.parametrize(
@@ -233,6 +234,7 @@ def test_nonsense_is_answered_in_plain_words(visit, space, label, value, message
     visitor.set(label, value)
     visitor.generate()
     expect(visitor.toast).to_contain_text(message, timeout=WAIT_MS)
+    expect(visitor.toast).to_have_css("opacity", "1")  # it fades in
     visitor.screenshot("refused")
     assert space.engine.stats().num_waiting == 0
 
