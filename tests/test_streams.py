@@ -62,8 +62,8 @@ def test_a_preview_does_not_wait_for_the_step_that_is_running(pipe):
     stream = pipe.stream("a red star on a blue background", seed=1, **CALL)
     output = next(stream)
     assert output.preview  # fitted to the VAE now
-    with pipe._engine.runner.lock, ThreadPoolExecutor(1) as other:  # a step holds it
-        assert other.submit(lambda: output.preview).result(timeout=30)
+    with ThreadPoolExecutor(1) as other, pipe._engine.runner.lock:  # a step holds it
+        assert other.submit(lambda: output.preview).result(timeout=20)
     stream.close()
 
 
