@@ -506,10 +506,10 @@ def router_config() -> RequestRouterConfig:
 
 def load_pipeline(model: str | None) -> ContinuousBatchingPipeline:
     """The pipeline of a folder or repository, or of the embedded model, on the device that Ray gave this process."""
-    from diffusers_continuous import ContinuousBatchingPipeline, devices, embedded_model_path
+    from diffusers_continuous import ContinuousBatchingPipeline, embedded_model_path
+    from diffusers_continuous.devices import best_device, default_dtype
 
-    device = devices.best_device()
-    dtype = devices.default_dtype(device)
-    pipe = ContinuousBatchingPipeline.from_pretrained(model or str(embedded_model_path()), dtype=dtype).to(device)
+    device, source = best_device(), model or str(embedded_model_path())
+    pipe = ContinuousBatchingPipeline.from_pretrained(source, dtype=default_dtype(device)).to(device)
     pipe.set_progress_bar_config(disable=True)
     return pipe
