@@ -25,7 +25,8 @@ import pytest
 from ray.exceptions import ActorDiedError
 
 from diffusers_continuous.serving import ServingSettings
-from diffusers_continuous.serving.ray_app import Gateway, app, build_app, is_idempotent, router_config, work_of
+from diffusers_continuous.serving.ray_app import app, build_app, router_config
+from diffusers_continuous.serving.ray_gateway import Gateway, is_idempotent, work_of
 from diffusers_continuous.serving.ray_router import QueueCostRouter
 from diffusers_continuous.serving.ray_routing import WAIT_METRIC, Backlogs, Call, PredictedWaitPolicy, Work
 
