@@ -164,9 +164,10 @@ def test_the_option_is_checked(parallel, expected):
     assert expected in str(error.value)
 
 
-def test_the_step_cache_is_refused_beside_it():
-    with pytest.raises(ConfigError, match="step_cache_threshold"):
-        ContinuousBatchingConfig(parallel={"tp": 2}, step_cache_threshold=0.1)
+@pytest.mark.parametrize("other", [{"step_cache_threshold": 0.1}, {"compile": True}])
+def test_what_cannot_be_used_beside_it_is_refused(other):
+    with pytest.raises(ConfigError, match=next(iter(other))):
+        ContinuousBatchingConfig(parallel={"tp": 2}, **other)
 
 
 def test_without_a_process_group_the_way_to_one_is_told(make_pipe):
