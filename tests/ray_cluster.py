@@ -18,15 +18,32 @@ from diffusers_continuous.serving.ray_app import app
 
 # A busy machine takes its time.
 PROXY_TIMEOUT_S = 300
+MAX_STARTS = 3
+
+
+def start_ray(folder: str) -> None:
+    """Ray gives its own parts half a minute to start, and no more, which a busy machine may not keep the first time."""
+    for attempt in range(MAX_STARTS):
+        try:
+            ray.init(
+                num_cpus=2,
+                include_dashboard=False,
+                log_to_driver=False,
+                object_store_memory=100 * 2**20,
+                _temp_dir=f"{folder}/{attempt}",
+            )
+            return
+        except Exception:
+            ray.shutdown()
+            if attempt == MAX_STARTS - 1:
+                raise
 
 
 def main(folder: str) -> None:
     ray.serve._private.api.HTTP_PROXY_TIMEOUT = PROXY_TIMEOUT_S
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    ray.init(
-        num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20, _temp_dir=folder
-    )
+    start_ray(folder)
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     options = {"min_replicas": "2", "cpus_per_replica": "0", "max_size": "256", "max_steps": "400"}
     serve.run(app(options), name="pictures")
