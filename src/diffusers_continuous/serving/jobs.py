@@ -299,14 +299,15 @@ class JobBoard:
         try:
             output, num_due = await job.next_output()
             while not output.finished:
-                await self._send_previews(job, output, num_due)
+                if job.has_client:
+                    await self._send_previews(job, output, num_due)
                 output, num_due = await job.next_output()
             if output.error is not None:
                 raise output.error
             response = await self._encode(self._finish, job.generation, output)
             if job.is_cancelled:  # while its pictures were encoded
                 raise RequestCancelledError(f"request {job.request_id!r} was cancelled")
-            if job.generation.request.stream:
+            if job.generation.request.stream and job.has_client:
                 await self._send_final(job, output, response)
         except Exception as error:
             self._fail(job, error)
