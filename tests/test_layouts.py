@@ -316,7 +316,8 @@ def test_rows_that_cannot_be_padded_are_packed(make_pipe, solo_latents):
         make_pipe(batch_layout="padded"),
         [{**c, "generator": generator(seed), "output_type": "latent"} for seed, c in enumerate(calls)],
     )
-    assert layouts == ["packed"] * 2 + ["padded"] * 2  # padded as soon as they can be
+    assert layouts[:2] == ["packed"] * 2
+    assert set(layouts[2:]) == {"padded"}  # as soon as they can be
     for seed, (arguments, ours) in enumerate(zip(calls, drawn, strict=True)):
         assert_latents_equal(ours, solo_latents(arguments, seed))
 
