@@ -197,7 +197,7 @@ def test_tiles_change_no_bit(rows_and_model, mix):
 
 
 def make_branch(row: int, height: int, width: int) -> Branch:
-    return Branch(row, row, False, TextEmbeds(torch.zeros(3 + row, 8), 3 + row), height, width)
+    return Branch(row, row, 1, False, TextEmbeds(torch.zeros(3 + row, 8), 3 + row), height, width)
 
 
 def make_tiled(*sizes: tuple[int, int]) -> Any:

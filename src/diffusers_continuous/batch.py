@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from .layouts import LAYOUTS, Branch, choose_layout, neighbours, packed, ranges, to_device
 from .memory.host_swap import Gather, HostSwap
-from .models.interface import BatchLayout, StepModel
+from .models.interface import BatchLayout, SmallProduct, StepModel
 from .request import Row
 
 
@@ -126,7 +126,10 @@ def _compose(
     key: tuple[object, ...], rows: Sequence[Row], model: StepModel, swap: HostSwap | None = None
 ) -> Composition:
     branches = _sorted_branches(rows)
-    calls = tuple(neighbours([row.request for row in rows]))
+    calls = tuple(
+        SmallProduct(part.start, part.stop, len(rows[part.start].request.rows))
+        for part in neighbours([row.request for row in rows])
+    )
     make_layout = LAYOUTS[choose_layout(model.batch_layout, branches)]
     layout = make_layout(branches, calls, [model.rotary(rows[b.row], b.is_negative) for b in branches])
     starts = np.cumsum([0, *(branch.num_image_tokens for branch in branches)])
@@ -179,9 +182,10 @@ def _sorted_branches(rows: Sequence[Row]) -> tuple[Branch, ...]:
     for r, row in enumerate(rows):
         assert row.text is not None
         call, params = first_row.setdefault(row.request, r), row.request.params
-        branches.append(Branch(r, call, False, row.text, params.height, params.width))
+        num_pictures = len(row.request.rows)
+        branches.append(Branch(r, call, num_pictures, False, row.text, params.height, params.width))
         if row.negative_text is not None:
-            branches.append(Branch(r, call, True, row.negative_text, params.height, params.width))
+            branches.append(Branch(r, call, num_pictures, True, row.negative_text, params.height, params.width))
 
     def key(branch: Branch) -> tuple[int, ...]:
         return branch.num_image_tokens, branch.text.num_tokens, branch.call, branch.is_negative, branch.row

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from .models.interface import SMALL_PRODUCT, BatchLayout, JointRows, Run, TokenStream
+from .models.interface import SMALL_PRODUCT, BatchLayout, JointRows, Run, SmallProduct, TokenStream
 from .request import TextEmbeds
 
 # Pixels of an image token's side; no tile is smaller.
@@ -35,11 +35,13 @@ TOKEN_SIDE = 16
 class Branch:
     """One sequence of the forward: the conditional or the negative side of a row.
 
-    `call` is its pipeline call's first row; `height` and `width` are its image's, in pixels.
+    `call` is its pipeline call's first row, which has `num_pictures`, not all of which need be in the batch; `height`
+    and `width` are its image's, in pixels.
     """
 
     row: int
     call: int
+    num_pictures: int
     is_negative: bool
     text: TextEmbeds
     height: int
@@ -78,7 +80,7 @@ def tile_side(sizes: Iterable[tuple[int, int]]) -> int:
 # ---------------------------------------------------------------------- the three
 
 
-def packed(branches: Sequence[Branch], calls: tuple[slice, ...], rotary: Sequence[torch.Tensor]) -> BatchLayout:
+def packed(branches: Sequence[Branch], calls: tuple[SmallProduct, ...], rotary: Sequence[torch.Tensor]) -> BatchLayout:
     """All tokens and nothing else.
 
     Args:
@@ -89,7 +91,7 @@ def packed(branches: Sequence[Branch], calls: tuple[slice, ...], rotary: Sequenc
     return _in_turn(branches, calls, rotary, _text_lengths(branches))
 
 
-def padded(branches: Sequence[Branch], calls: tuple[slice, ...], rotary: Sequence[torch.Tensor]) -> BatchLayout:
+def padded(branches: Sequence[Branch], calls: tuple[SmallProduct, ...], rotary: Sequence[torch.Tensor]) -> BatchLayout:
     """As `packed`, but with every text padded at its end to the length of the longest.
 
     All images must have equally many tokens. Where no text is shorter than another, nothing is padded.
@@ -106,12 +108,12 @@ def padded(branches: Sequence[Branch], calls: tuple[slice, ...], rotary: Sequenc
     return replace(
         layout,
         name="padded",
-        text=replace(layout.text, small_calls=_small_padded_texts(branches, longest)),
+        text=replace(layout.text, small_products=_small_padded_texts(branches, longest)),
         joint=replace(layout.joint, valid=valid),
     )
 
 
-def tiled(branches: Sequence[Branch], calls: tuple[slice, ...], rotary: Sequence[torch.Tensor]) -> BatchLayout:
+def tiled(branches: Sequence[Branch], calls: tuple[SmallProduct, ...], rotary: Sequence[torch.Tensor]) -> BatchLayout:
     """As `packed`, but with every image cut into squares of one `tile_side`, so that all are rows of one length."""
     layout = packed(branches, calls, rotary)
     side = tile_side((branch.height, branch.width) for branch in branches) // TOKEN_SIDE
@@ -149,7 +151,10 @@ LAYOUTS = {"packed": packed, "padded": padded, "tiled": tiled}
 
 
 def _in_turn(
-    branches: Sequence[Branch], calls: tuple[slice, ...], rotary: Sequence[torch.Tensor], text_lengths: np.ndarray
+    branches: Sequence[Branch],
+    calls: tuple[SmallProduct, ...],
+    rotary: Sequence[torch.Tensor],
+    text_lengths: np.ndarray,
 ) -> BatchLayout:
     """The branches' images one behind the other, and their texts, which take `text_lengths` tokens in memory."""
     device = rotary[0].device
@@ -161,12 +166,10 @@ def _in_turn(
     joint_index = np.empty(len(text_index) + len(image_index), dtype=np.int64)
     joint_index[text_index] = np.arange(len(text_index))
     joint_index[image_index] = np.arange(len(text_index), len(joint_index))
-    owners = np.array([branch.row for branch in branches])
-    products = neighbours([(branch.call, branch.is_negative) for branch in branches])
     return BatchLayout(
         name="packed",
-        image=_stream(image_lengths, owners, products, device),
-        text=_stream(text_lengths, owners, products, device),
+        image=_stream(branches, image_lengths, device),
+        text=_stream(branches, text_lengths, device),
         calls=calls,
         joint=_joint_rows(lengths, device),
         joint_index=to_device(joint_index, device),
@@ -181,17 +184,39 @@ def _joint_rows(lengths: np.ndarray, device: torch.device) -> JointRows:
     return JointRows(_runs(lengths), tuple(lengths.tolist()), cu_seqlens)
 
 
-def _stream(lengths: np.ndarray, owners: np.ndarray, products: Sequence[slice], device: torch.device) -> TokenStream:
-    call_lengths = np.array([int(lengths[call].sum()) for call in products])
-    limit = min(SMALL_PRODUCT, int(lengths.sum()))
-    small = tuple(run for run in _runs(call_lengths) if run.length < limit)
-    return TokenStream(_runs(lengths), to_device(owners, device), to_device(np.repeat(owners, lengths), device), small)
+def _stream(branches: Sequence[Branch], lengths: np.ndarray, device: torch.device) -> TokenStream:
+    owners = np.array([branch.row for branch in branches])
+    ends = np.cumsum(lengths)
+    products = []
+    for part in neighbours([(branch.call, branch.is_negative) for branch in branches]):
+        num_alone = branches[part.start].num_pictures * int(lengths[part.start])
+        products.append(SmallProduct(int(ends[part.start] - lengths[part.start]), int(ends[part.stop - 1]), num_alone))
+    return TokenStream(
+        _runs(lengths),
+        to_device(owners, device),
+        to_device(np.repeat(owners, lengths), device),
+        _unlike(products, int(ends[-1])),
+    )
 
 
-def _small_padded_texts(branches: Sequence[Branch], longest: int) -> tuple[Run, ...]:
-    """The short texts without their padding. Those of a call of several rows, which lie apart, are taken one by one."""
-    runs = (Run(i * longest, i * longest + n, i, 1, n) for i, n in enumerate(_text_lengths(branches).tolist()))
-    return tuple(run for run in runs if 0 < run.length < SMALL_PRODUCT)
+def _unlike(products: Iterable[SmallProduct], num_lines: int) -> tuple[SmallProduct, ...]:
+    """Those that one product of `num_lines` lines may not sum as the stock pipeline does."""
+    together = min(num_lines, SMALL_PRODUCT)
+    return tuple(
+        product
+        for product in products
+        if product.stop > product.start and min(product.num_lines, SMALL_PRODUCT) != together
+    )
+
+
+def _small_padded_texts(branches: Sequence[Branch], longest: int) -> tuple[SmallProduct, ...]:
+    """The texts without their padding, row by row, since those of one call lie apart."""
+    lengths = _text_lengths(branches).tolist()
+    products = (
+        SmallProduct(i * longest, i * longest + length, branch.num_pictures * length)
+        for i, (branch, length) in enumerate(zip(branches, lengths, strict=True))
+    )
+    return _unlike(products, len(branches) * longest)
 
 
 def _text_lengths(branches: Sequence[Branch]) -> np.ndarray:

@@ -44,6 +44,18 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class SmallProduct:
+    """Lines `start:stop` that the stock pipeline multiplies in a product of `num_lines` lines; see `SMALL_PRODUCT`.
+
+    These are more than `stop - start` where other pictures of the same call are not in this batch.
+    """
+
+    start: int
+    stop: int
+    num_lines: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class TokenStream:
     """How the rows of one stream share its token axis.
 
@@ -51,14 +63,13 @@ class TokenStream:
         runs: The stream cut into runs of equal-length rows.
         modulation_index: (rows,) which row of the modulation table belongs to each row.
         token_modulation_index: (tokens,) the same per token, for streams of small runs.
-        small_calls: The pipeline calls that have only a few tokens in this stream, neighbours of one length together;
-            see `SMALL_PRODUCT`.
+        small_products: The tokens of pipeline calls that have only a few in this stream.
     """
 
     runs: tuple[Run, ...]
     modulation_index: torch.Tensor
     token_modulation_index: torch.Tensor
-    small_calls: tuple[Run, ...] = ()
+    small_products: tuple[SmallProduct, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,7 +103,7 @@ class BatchLayout:
         joint_index: (tokens,) joint order as indices into [all text tokens, all image tokens].
         text_index, image_index: Where the text and image tokens lie in the joint order.
         rotary: (tokens, head_dim / 2) complex64 in joint order.
-        calls: The rows of the modulation table that belong to one pipeline call each.
+        calls: The rows of the modulation table, pipeline call by pipeline call.
         scatter_index: (image tokens,) image order, row after row, to the order of the image stream: `x[scatter_index]`
             cuts images into tiles. None where the two are one.
         recover_index: (image tokens,) the way back: `x[recover_index]` puts the tiles together.
@@ -107,7 +118,7 @@ class BatchLayout:
     text_index: torch.Tensor
     image_index: torch.Tensor
     rotary: torch.Tensor
-    calls: tuple[slice, ...]
+    calls: tuple[SmallProduct, ...]
     scatter_index: torch.Tensor | None = None
     recover_index: torch.Tensor | None = None
     kept: dict[Any, Any] = field(default_factory=dict)

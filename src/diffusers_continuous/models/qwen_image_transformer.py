@@ -37,7 +37,7 @@ from torch import nn
 from ..attention import AttentionBackend
 from ..errors import UnsupportedModelError
 from ..hooks import has_stateful_hooks, is_bare, restore_forward, set_innermost_forward
-from .interface import BatchLayout, TokenStream
+from .interface import SMALL_PRODUCT, BatchLayout, SmallProduct, TokenStream
 from .step_cache import StepCache
 
 if TYPE_CHECKING:
@@ -333,40 +333,49 @@ def _conditioning(module: Any, temb: torch.Tensor, layout: BatchLayout) -> torch
 
 def _rows_by_call(linear: Any, x: torch.Tensor, layout: BatchLayout) -> torch.Tensor:
     """`linear(x)` over (rows, in), each pipeline call's rows summed as if it were alone; see `SMALL_PRODUCT`."""
-    if len(layout.calls) == 1 or x.dtype != torch.float32 or type(linear) is not nn.Linear or not is_bare(linear):
+    is_alone = len(layout.calls) == 1 and layout.calls[0].num_lines == len(x)
+    if is_alone or x.dtype != torch.float32 or type(linear) is not nn.Linear or not is_bare(linear):
         return linear(x)
     if torch.compiler.is_compiling() or linear.bias is None:
         return linear(x)
     # One row at a time for calls of one picture, in one product.
     out = torch.bmm(x[:, None], linear.weight.t().expand(len(x), -1, -1))[:, 0] + linear.bias
     for call in layout.calls:
-        if call.stop - call.start > 1:
-            out[call] = linear(x[call])
+        if call.num_lines > 1:
+            _redo(linear.weight, linear.bias, x, out, call)
     return out
 
 
 def _by_call(linear: Any, x: torch.Tensor, stream: TokenStream) -> torch.Tensor:
     """`linear(x)` over (tokens, in), the few tokens of a small call computed as if alone; see `SMALL_PRODUCT`."""
     out = linear(x)
-    if stream.small_calls and type(linear) is nn.Linear and is_bare(linear):
-        _redo_small_calls(linear.weight, linear.bias, x, out, stream)
+    if stream.small_products and type(linear) is nn.Linear and is_bare(linear):
+        _redo_small_products(linear.weight, linear.bias, x, out, stream)
     return out
 
 
-def _redo_small_calls(
+def _redo_small_products(
     weight: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor, out: torch.Tensor, stream: TokenStream
 ) -> None:
     if x.dtype != torch.float32 or bias is None or torch.compiler.is_compiling():
         return
-    for run in stream.small_calls:
-        shape, part = (run.num_rows, run.length), slice(run.start, run.stop)
-        for tokens, result in zip(x[part].unflatten(0, shape), out[part].unflatten(0, shape), strict=True):
-            torch.addmm(bias, tokens, weight.t(), out=result)
+    for product in stream.small_products:
+        _redo(weight, bias, x, out, product)
+
+
+def _redo(weight: torch.Tensor, bias: torch.Tensor, x: torch.Tensor, out: torch.Tensor, product: SmallProduct) -> None:
+    """Put what the stock pipeline's own product gives into lines of `out`; a line does not depend on the others."""
+    lines, num_lines = slice(product.start, product.stop), product.stop - product.start
+    num_missing = min(product.num_lines, SMALL_PRODUCT) - num_lines
+    if num_missing > 0:
+        out[lines] = torch.addmm(bias, F.pad(x[lines], (0, 0, 0, num_missing)), weight.t())[:num_lines]
+    else:
+        torch.addmm(bias, x[lines], weight.t(), out=out[lines])
 
 
 def _feed_forward(mlp: Any, x: torch.Tensor, stream: TokenStream) -> torch.Tensor:
     """The stock block's MLP, (tokens, dim) -> (tokens, dim)."""
-    if not stream.small_calls or not (is_bare(mlp) and is_bare(mlp.net[0])):
+    if not stream.small_products or not (is_bare(mlp) and is_bare(mlp.net[0])):
         return mlp(x)
     hidden = mlp.net[0].gelu(_by_call(mlp.net[0].proj, x, stream))
     return _by_call(mlp.net[2], mlp.net[1](hidden), stream)
@@ -420,7 +429,7 @@ def _project(
     if one is None:
         return tuple(_by_call(linear, x, stream).unflatten(-1, (-1, head_dim)) for linear in linears)
     qkv = F.linear(x, *one)
-    _redo_small_calls(*one, x, qkv, stream)
+    _redo_small_products(*one, x, qkv, stream)
     return qkv.unflatten(-1, (3, -1, head_dim)).unbind(1)
 
 
