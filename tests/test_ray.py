@@ -134,9 +134,11 @@ def cluster() -> Iterator[Cluster]:
         cluster.connect()
         yield cluster
     finally:
-        cluster.stop()
-        left = cluster.processes
-        shutil.rmtree(folder, ignore_errors=True)
+        try:
+            cluster.stop()
+        finally:
+            left = cluster.processes
+            shutil.rmtree(folder, ignore_errors=True)
     assert left == []
 
 

@@ -133,6 +133,8 @@ class ContinuousBatchingConfig:
             _check_parallel(self.parallel)
             if self.step_cache_threshold:
                 raise ConfigError("step_cache_threshold decides in each process for itself; set it to 0 with parallel")
+            if self.compile:
+                raise ConfigError("compile=True cannot be used with parallel: compiled blocks need whole weights")
 
 
 def _check_parallel(parallel: object) -> None:
