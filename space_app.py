@@ -616,6 +616,7 @@ def serve(
         server_port=port,
         max_threads=MAX_VISITORS,
         share=False,
+        max_file_size="1kb",  # the page takes no files, but Gradio's upload route is open
         theme=THEME,
         css=CSS,
         footer_links=["api", "gradio"],

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import math
 import threading
 import time
 import traceback
@@ -28,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 # Results of `add_request` that nobody has fetched are kept, oldest dropped first.
 MAX_UNFETCHED_RESULTS = 1024
+# How long one forecast serves everybody who asks.
+FORECAST_S = 0.25
 # How often a loop that only waits for callbacks looks for streams that nobody holds any more.
 REAP_EVERY_S = 0.5
 
@@ -71,6 +74,8 @@ class DiffusionEngine:
         self._thread: threading.Thread | None = None
         self._active: dict[str, RequestState] = {}
         self._unfetched: OrderedDict[str, RequestFuture] = OrderedDict()
+        self._ends: dict[str, float] = {}
+        self._ends_until_s = -math.inf
         self._is_stopping = False
         self._is_hard_stop = False
         self._is_in_step = False
@@ -327,8 +332,12 @@ class DiffusionEngine:
     def eta_s(self, request_id: str) -> float | None:
         """Seconds until it will have ended, as predicted if nobody else comes; None when it has."""
         with self._condition:
-            state, now = self._active.get(request_id), self.clock()
-            return None if state is None else self.scheduler.eta(state, now) - now
+            if request_id not in self._active:
+                return None
+            now = self.clock()
+            if now >= self._ends_until_s or request_id not in self._ends:
+                self._ends, self._ends_until_s = self.scheduler.ends(now), now + FORECAST_S
+            return max(0.0, self._ends.get(request_id, now) - now)
 
     def backlog_s(self) -> float:
         """Seconds until everything that was accepted will have ended, as predicted if nobody else comes."""

@@ -544,7 +544,15 @@ class StepScheduler:
 
     def eta(self, state: RequestState, now: float) -> float:
         """When `state` will have ended if nobody else comes, on the engine's clock."""
-        return max((finish_s for row, finish_s in self._forecast(now) if row.request is state), default=now)
+        return self.ends(now).get(state.request_id, now)
+
+    def ends(self, now: float) -> dict[str, float]:
+        """`eta` of every request, by its id."""
+        found: dict[str, float] = {}
+        for row, finish_s in self._forecast(now):
+            request_id = row.request.request_id
+            found[request_id] = max(finish_s, found.get(request_id, now))
+        return found
 
     def backlog_s(self, now: float) -> float:
         """Seconds until everything that is here will have ended, if nobody else comes."""

@@ -60,7 +60,7 @@ def _parser() -> ArgumentParser:
         "--served-model-name",
         action="append",
         metavar="NAME",
-        help="what clients call the model; may be given several times (default: the last part of --model)",
+        help="what clients call the model; may be given several times (default: --model, without the way to a folder)",
     )
     add(
         "--decoder-model",
@@ -130,16 +130,15 @@ def _parser() -> ArgumentParser:
 def _settings(options: argparse.Namespace) -> ServingSettings:
     from diffusers_continuous import ContinuousBatchingConfig
     from diffusers_continuous.serving import ServingSettings
-    from diffusers_continuous.serving.settings import is_loopback
+    from diffusers_continuous.serving.settings import is_loopback, names_of
 
     if not is_loopback(options.host) and options.api_key is None and not options.allow_unauthenticated:
         raise ValueError(
             f"--host {options.host} lets other machines in: set --api-key or {API_KEY_VARIABLE}, "
             "or say --allow-unauthenticated"
         )
-    name = "tiny-qwen-image" if options.model is None else Path(options.model).name
     return ServingSettings(
-        model_names=tuple(options.served_model_name or [name]),
+        model_names=tuple(options.served_model_name or names_of(options.model)),
         engine_config=ContinuousBatchingConfig(
             max_queue_size=options.max_queue, max_requests_per_batch=options.max_batch
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -79,12 +80,16 @@ def _param_of(message: str, fields: Iterable[str]) -> str | None:
     return next((name for name in names if name in set(fields)), None)
 
 
+# A body may be wrong in a hundred thousand ways; so many are enough to put it right.
+MAX_TOLD_PROBLEMS = 8
+
+
 def invalid_request(problems: Iterable[Mapping[str, Any]], fields: Iterable[str]) -> ApiError:
     """The answer to a body or header that is not what it should be, from Pydantic's list of what is wrong."""
     fields = list(fields)
     lines, params = [], []
     is_unknown = False
-    for problem in problems:
+    for problem in itertools.islice(problems, MAX_TOLD_PROBLEMS):
         where = [str(part) for part in problem["loc"][1:]]
         param = where[0] if where else None
         if problem["type"] == "extra_forbidden":
@@ -105,7 +110,7 @@ def invalid_request(problems: Iterable[Mapping[str, Any]], fields: Iterable[str]
 
 def _unknown_field(name: str, known: Iterable[str]) -> str:
     try:
-        check_known("field", name, known, RequestError)
+        check_known("field", _shorten(name), known, RequestError)
     except RequestError as error:
         return str(error)
     raise AssertionError(f"{name!r} is known")

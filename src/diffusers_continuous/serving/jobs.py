@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -38,6 +39,7 @@ T = TypeVar("T")
 # Requests that have ended are remembered, oldest forgotten first; the pictures of detached ones for a shorter time.
 MAX_ENDED_JOBS = 1024
 MAX_KEPT_RESULTS = 32
+MAX_KEPT_CHARACTERS = 256 * 2**20  # of base64
 # How often a server that stops looks whether all is done.
 DRAIN_EVERY_S = 0.05
 # Threads that make requests, and that make pictures of what comes back: few, since the engine needs the cores.
@@ -69,6 +71,7 @@ class Job:
         self._loop = asyncio.get_running_loop()
         self._outputs: asyncio.Queue[tuple[RequestOutput, int]] = asyncio.Queue()
         self._due: deque[int] = deque()
+        self._due_lock = threading.Lock()
         self.num_partials_left = 0
 
     @property
@@ -88,9 +91,10 @@ class Job:
     def _on_output(self, output: RequestOutput) -> None:
         """Called by the engine's thread."""
         num_due = 0
-        while not output.finished and self._due and self._due[0] <= output.step:
-            self._due.popleft()
-            num_due += 1
+        with self._due_lock:  # the thread that submits may call this too, with what is there already
+            while not output.finished and self._due and self._due[0] <= output.step:
+                self._due.popleft()
+                num_due += 1
         if output.finished or num_due:
             with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits any more
                 self._loop.call_soon_threadsafe(self._outputs.put_nowait, (output, num_due))
@@ -328,8 +332,13 @@ class JobBoard:
     def _keep(self, job: Job) -> None:
         """Keep the pictures of this detached request, and of the latest others."""
         self._kept.append(job)
-        while len(self._kept) > MAX_KEPT_RESULTS:
+        while len(self._kept) > 1 and (len(self._kept) > MAX_KEPT_RESULTS or self._num_kept() > MAX_KEPT_CHARACTERS):
             self._kept.popleft().response = None
+
+    def _num_kept(self) -> int:
+        """Characters of the pictures that are kept."""
+        responses = [job.response for job in self._kept if job.response is not None]
+        return sum(len(picture.b64_json or "") for response in responses for picture in response.data)
 
     async def _encode(self, work: Callable[..., T], *arguments: Any) -> T:
         return await to_thread.run_sync(work, *arguments, limiter=self._encoding)

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -30,7 +30,7 @@ from .middleware import LimitBody
 from .ray_gateway import Gateway, request_id_of
 from .ray_router import QueueCostRouter
 from .ray_routing import WAIT_METRIC, Call, PredictedWaitPolicy
-from .settings import MAX_QUEUE_SIZE, ServingSettings
+from .settings import MAX_QUEUE_SIZE, ServingSettings, names_of
 
 if TYPE_CHECKING:
     from diffusers_continuous import ContinuousBatchingPipeline
@@ -42,7 +42,7 @@ MAX_ONGOING_CALLS = 4096
 # How often every replica is asked what it has to do.
 ROUTING_PERIOD_S = 0.25
 # How many calls that have ended a replica remembers.
-MAX_KNOWN_CALLS = 128
+MAX_KNOWN_CALLS = 512
 API_KEY_VARIABLE = "DIFFUSERS_CONTINUOUS_API_KEY"
 
 
@@ -92,7 +92,8 @@ class EngineReplica:
         engine, num_tokens = self._app.state.board.engine, 2 * self._num_default_image_tokens
         step_ms = engine.scheduler.cost_model.ms("denoise", num_tokens, num_tokens**2 / 2)
         return {
-            "backlog_s": engine.backlog_s(),
+            # A dead engine's queue is empty, and still no place to go.
+            "backlog_s": math.inf if engine.is_stopped else engine.backlog_s(),
             "s_per_token": step_ms / 1e3 / num_tokens,
             "num_default_image_tokens": self._num_default_image_tokens,
             "known": [*self._ended, *accepted],
@@ -108,7 +109,8 @@ class EngineReplica:
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """What `PredictedWaitPolicy` goes by."""
-        return {WAIT_METRIC: self._app.state.board.engine.backlog_s()}
+        engine = self._app.state.board.engine
+        return {WAIT_METRIC: engine.backlog_s() if engine.stats().num_waiting else 0.0}  # who runs does not wait
 
     async def call(self, call: Call) -> AsyncGenerator[str | Message]:
         """This replica's name, then what its application sends. Closing the iterator is the client's leaving."""
@@ -136,7 +138,8 @@ class EngineReplica:
             has_left.set()
             await asyncio.wait([running])
             del self._under_way[call.key]
-            self._ended.append(call.key)
+            if call.work is not None:  # else the router counts nothing for it
+                self._ended.append(call.key)
             if running.exception() is not None:  # the client has been told
                 logger.error("a call of %s %s failed", call.method, call.path, exc_info=running.exception())
 
@@ -182,7 +185,7 @@ class RayAppOptions(BaseModel):
     min_replicas: int = Field(1, ge=1)
     max_replicas: int | None = Field(None, ge=1, description="`min_replicas` by default.")
     target_wait_s: float = Field(30.0, gt=0, description="Predicted wait that more replicas are started above.")
-    gpus_per_replica: float | None = Field(None, ge=0, description="1 by default in a cluster that has any.")
+    gpus_per_replica: float | None = Field(None, ge=0, description="1 by default where this machine has one.")
     cpus_per_replica: float = Field(1.0, ge=0)
     max_queue: int = Field(MAX_QUEUE_SIZE, ge=0, description="Pictures that may wait in each replica.")
     max_batch: int = Field(32, ge=1)
@@ -200,9 +203,8 @@ def app(options: Mapping[str, Any]) -> serve.Application:
         ValueError: for an unknown option or a wrong value.
     """
     chosen = RayAppOptions.model_validate(dict(options))
-    name = "tiny-qwen-image" if chosen.model is None else Path(chosen.model).name
     settings = ServingSettings(
-        model_names=(chosen.served_model_name or name,),
+        model_names=(chosen.served_model_name,) if chosen.served_model_name else names_of(chosen.model),
         engine_config=ContinuousBatchingConfig(
             max_queue_size=chosen.max_queue, max_requests_per_batch=chosen.max_batch
         ),
@@ -212,9 +214,7 @@ def app(options: Mapping[str, Any]) -> serve.Application:
         api_key=os.environ.get(API_KEY_VARIABLE) or None,
         drain_s=chosen.drain_s,
     )
-    num_gpus = chosen.gpus_per_replica
-    if num_gpus is None:
-        num_gpus = float(ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0)
+    num_gpus = float(_has_gpu()) if chosen.gpus_per_replica is None else chosen.gpus_per_replica
     return build_app(
         partial(load_pipeline, chosen.model),
         settings,
@@ -223,6 +223,15 @@ def app(options: Mapping[str, Any]) -> serve.Application:
         target_wait_s=chosen.target_wait_s,
         ray_actor_options={"num_cpus": chosen.cpus_per_replica, "num_gpus": num_gpus},
     )
+
+
+def _has_gpu() -> bool:
+    """Asks the cluster; `serve run` connects to it only after this, so that then this machine stands for all."""
+    if ray.is_initialized():
+        return bool(ray.cluster_resources().get("GPU", 0) > 0)
+    from diffusers_continuous.devices import best_device
+
+    return best_device().type in ("cuda", "xpu")
 
 
 def build_app(

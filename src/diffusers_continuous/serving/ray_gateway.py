@@ -17,6 +17,7 @@ from typing import Any
 from uuid import uuid4
 
 from ray.exceptions import RayActorError
+from ray.serve.exceptions import DeploymentUnavailableError
 from starlette.types import Message, Receive, Scope, Send
 
 from diffusers_continuous.sizes import read_size
@@ -106,6 +107,9 @@ class Gateway:
                 if answer.has_begun:
                     break
                 call = replace(call, key=uuid4().hex)
+            except DeploymentUnavailableError:
+                await answer.fail(_no_replica())
+                return
         await answer.fail(
             ApiError(
                 503,
@@ -128,6 +132,9 @@ class Gateway:
                     messages = [message async for message in items]
             except RayActorError:
                 continue  # the router knows by now
+            except DeploymentUnavailableError:
+                await _Answer(send).fail(_no_replica())
+                return
             if messages and messages[0].get("status") != 404:
                 break
             call = replace(call, key=uuid4().hex, preferred=None, excluded=call.excluded | {name})
@@ -198,6 +205,10 @@ async def _no_lifespan(receive: Receive, send: Send) -> None:
     for phase in ("startup", "shutdown"):
         await receive()
         await send({"type": f"lifespan.{phase}.complete"})
+
+
+def _no_replica() -> ApiError:
+    return ApiError(503, "no replica can be started", "no_replica", headers={"Retry-After": str(RETRY_AFTER_S)})
 
 
 def _header(headers: Any, name: bytes) -> bytes | None:

@@ -65,3 +65,11 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def names_of(model: str | None) -> tuple[str, ...]:
+    """What clients may call the model of a folder or a repository; where it lies on this machine is not told."""
+    if model is None:
+        return ("tiny-qwen-image",)
+    name = Path(model).resolve().name
+    return (name,) if Path(model).exists() or name == model else (name, model)
