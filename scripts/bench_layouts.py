@@ -160,8 +160,9 @@ class Bench:
         is_guided = index % 2 == 0
         params = SamplingParams(height, width, 1, CFG if is_guided else 1.0, is_guided)
         num_image_tokens = height // 16 * (width // 16)
-        return Row(
-            request=RequestState(str(index), params, RequestFuture()),
+        request = RequestState(str(index), params, RequestFuture())
+        row = Row(
+            request=request,
             index=0,
             num_image_tokens=num_image_tokens,
             latents=self._noise(num_image_tokens, self.pipe.transformer.config.in_channels),
@@ -170,6 +171,8 @@ class Bench:
             text=self._text(num_text_tokens),
             negative_text=self._text(NEGATIVE_TOKENS) if is_guided else None,
         )
+        request.rows = (row,)
+        return row
 
     def _text(self, num_tokens: int) -> TextEmbeds:
         return TextEmbeds(self._noise(num_tokens, self.pipe.transformer.config.joint_attention_dim), num_tokens)

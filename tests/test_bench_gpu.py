@@ -6,11 +6,14 @@ import dataclasses
 import importlib
 import itertools
 import json
+import logging
 import sys
 from pathlib import Path
 
+import diffusers
 import pytest
 import torch.nn.functional as F
+import transformers
 
 from attention_fakes import installed
 from diffusers_continuous import attention
@@ -26,6 +29,18 @@ def few_and_fast(monkeypatch):
     tiny = dataclasses.replace(bench.TINY, sizes=(32, 48), counts=(1, 4), engine_requests=3)
     monkeypatch.setattr(bench, "TINY", tiny)
     monkeypatch.setattr(bench, "CELL_S", 0.0)
+
+
+@pytest.fixture(autouse=True)
+def loggers_kept():
+    """The script silences libraries, and other tests listen to them."""
+    loggers = [logging.getLogger(name) for name in ("diffusers", "diffusers_continuous", "transformers")]
+    levels = [logger.level for logger in loggers]
+    yield
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
+    diffusers.utils.logging.enable_progress_bar()
+    transformers.utils.logging.enable_progress_bar()
 
 
 def run(capsys, *arguments):

@@ -44,7 +44,7 @@ def test_position_and_eta_can_be_asked_for_at_any_time(make_pipe, calibration):
     engine = pipe._engine
     ids = [engine.add_request(prompt="a star", deadline_s=d, **SHORT) for d in (1000, 50)]
     assert [engine.position(request_id) for request_id in ids] == [2, 1]
-    assert [engine.eta_s(request_id) for request_id in ids] == pytest.approx([4.0, 2.0])
+    assert [engine.eta_s(request_id) for request_id in ids] == pytest.approx([4.0, 2.0], abs=0.1)
     engine.start()
     for request_id in ids:
         assert engine.get_result(request_id, timeout=60).status is RequestStatus.FINISHED

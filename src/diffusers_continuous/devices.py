@@ -48,6 +48,11 @@ def is_host(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
+def broadcasts_masks(device: torch.device) -> bool:
+    """False for an npu, whose attention wants a row of the mask for every query."""
+    return device.type != "npu"
+
+
 def compute_capability(device: torch.device) -> tuple[int, int] | None:
     """NVIDIA's number for what a card can do, (8, 0) for Ampere; None for every other device."""
     if device.type != "cuda" or torch.version.hip is not None:

@@ -188,7 +188,8 @@ def _stream(branches: Sequence[Branch], lengths: np.ndarray, device: torch.devic
     owners = np.array([branch.row for branch in branches])
     ends = np.cumsum(lengths)
     products = []
-    for part in neighbours([(branch.call, branch.is_negative) for branch in branches]):
+    keys = [(b.call, b.is_negative, n) for b, n in zip(branches, lengths.tolist(), strict=True)]
+    for part in neighbours(keys):
         num_alone = branches[part.start].num_pictures * int(lengths[part.start])
         products.append(SmallProduct(int(ends[part.start] - lengths[part.start]), int(ends[part.stop - 1]), num_alone))
     return TokenStream(

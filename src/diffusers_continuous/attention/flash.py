@@ -54,6 +54,9 @@ def _flash_attention_3(device: torch.device) -> Callable[..., Any] | None:
 
 def _flash_attention_2() -> Callable[..., Any]:
     module = import_extra("flash_attn", "flash-attn", "flash")
+    if not hasattr(module, "__version__"):
+        # FlashAttention-4 puts its own part into a package of this name, and nothing else.
+        raise ImportError("flash_attn is not FlashAttention-2 here: pip install 'diffusers-continuous[flash]'")
     version = tuple(int(part) for part in module.__version__.split(".")[:2])
     if version < MIN_VERSION:
         needed = ".".join(map(str, MIN_VERSION))

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from ..devices import broadcasts_masks
+
 if TYPE_CHECKING:
     from ..models.interface import JointRows, Run
 
@@ -32,7 +34,9 @@ def _key_mask(rows: JointRows) -> torch.Tensor | None:
     if rows.valid is None:
         return None
     if "key_mask" not in rows.kept:
-        rows.kept["key_mask"] = rows.valid.view(-1, 1, 1, rows.runs[0].length)
+        length = rows.runs[0].length
+        key_mask = rows.valid.view(-1, 1, 1, length)
+        rows.kept["key_mask"] = key_mask if broadcasts_masks(key_mask.device) else key_mask.expand(-1, -1, length, -1)
     mask: torch.Tensor = rows.kept["key_mask"]
     return mask
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from ..devices import empty_cache, is_host, memory_info, peak_bytes
+from ..errors import EngineStoppedError
 
 # Most of a CPU's pool, and all of it where the machine does not tell how much memory it has. Address space beyond what
 # the machine has, though nothing is in it, would make `fork` fail.
@@ -50,6 +51,8 @@ def _part(max_memory_percent: float, num_bytes: int) -> int:
 def _so_far_as_it_gets(work: Callable[[], None]) -> None:
     try:
         work()
+    except EngineStoppedError:
+        raise  # ranks that stand at different places compute nothing together any more
     except Exception as error:
         if not is_out_of_memory(error):
             raise

@@ -74,7 +74,8 @@ class CompiledBlocks:
         before, after = (torch.compile(f, dynamic=True, backend=BACKEND) for f in (_before_attention, _after_attention))
         try:
             # All in this process: those that would compile beside it would stay as long as it does.
-            with inductor.patch(compile_threads=1):
+            # The engine's thread is never in inference mode, as a caller may be; leaving it switches gradients on.
+            with inductor.patch(compile_threads=1), torch.inference_mode(False), torch.no_grad():
                 _run_example(transformer, before, after)
         except Exception as error:
             reason = " ".join(str(error).partition("\n\n")[0].split())  # advice to the compiler's developers follows

@@ -305,8 +305,9 @@ class QwenImageStepModel:
         side = max(1, math.isqrt(num_tokens - 1))
         params = SamplingParams(16 * side, 16 * side, 1, 1.0, False)
         config, tensor = self._pipe.transformer.config, {"device": self.device, "dtype": self._pipe.transformer.dtype}
-        return Row(
-            request=RequestState("example", params, RequestFuture()),
+        request = RequestState("example", params, RequestFuture())
+        row = Row(
+            request=request,
             index=0,
             num_image_tokens=side**2,
             latents=torch.zeros(side**2, config.in_channels, **tensor),
@@ -314,6 +315,8 @@ class QwenImageStepModel:
             num_steps=1,
             text=TextEmbeds(torch.zeros(1, config.joint_attention_dim, **tensor), 1),
         )
+        request.rows = (row,)
+        return row
 
     def compile(self) -> None:
         """Compile the transformer's blocks if the config says so and nothing hangs on them."""
@@ -339,6 +342,8 @@ class QwenImageStepModel:
         check_parallelism(transformer, self._config.parallel)
         self._make_room(transformer)
         scale = batch.rows[0].request.params.lora_scale
+        if scale != 1.0 and self._ranks is not None:
+            raise RequestError(f"attention_kwargs={{'scale': {scale}}} cannot be used with parallel")
         cache = self._step_cache(batch) if self._config.step_cache_threshold else None
         compiled = self._compiled if self._can_compile(transformer) else None
         prompt_embeds, timestep = batch.composition.prompt_embeds, batch.timesteps / 1000

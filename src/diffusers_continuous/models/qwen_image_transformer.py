@@ -336,7 +336,7 @@ def _rows_by_call(linear: Any, x: torch.Tensor, layout: BatchLayout) -> torch.Te
     is_alone = len(layout.calls) == 1 and layout.calls[0].num_lines == len(x)
     if is_alone or x.dtype != torch.float32 or type(linear) is not nn.Linear or not is_bare(linear):
         return linear(x)
-    if torch.compiler.is_compiling() or linear.bias is None:
+    if torch.compiler.is_compiling() or linear.bias is None or type(linear.weight) is not nn.Parameter:
         return linear(x)
     # One row at a time for calls of one picture, in one product.
     out = torch.bmm(x[:, None], linear.weight.t().expand(len(x), -1, -1))[:, 0] + linear.bias
@@ -349,7 +349,8 @@ def _rows_by_call(linear: Any, x: torch.Tensor, layout: BatchLayout) -> torch.Te
 def _by_call(linear: Any, x: torch.Tensor, stream: TokenStream) -> torch.Tensor:
     """`linear(x)` over (tokens, in), the few tokens of a small call computed as if alone; see `SMALL_PRODUCT`."""
     out = linear(x)
-    if stream.small_products and type(linear) is nn.Linear and is_bare(linear):
+    is_plain = type(linear) is nn.Linear and type(linear.weight) is nn.Parameter and is_bare(linear)
+    if stream.small_products and is_plain:
         _redo_small_products(linear.weight, linear.bias, x, out, stream)
     return out
 
