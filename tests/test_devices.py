@@ -238,3 +238,24 @@ def test_no_step_waits_for_a_card(make_pipe, attention_backend):
             take_step(rows, model, composition)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+def test_small_tensors_of_any_dtype_travel_in_one_copy(monkeypatch):
+    tensors = [
+        torch.tensor([True, False, True]),
+        torch.arange(5),
+        torch.tensor([[0.5], [1.5]]),
+        torch.tensor([], dtype=torch.int64),
+        torch.arange(3, dtype=torch.int32),
+    ]
+    copies = []
+    to = torch.Tensor.to
+    monkeypatch.setattr(devices, "is_host", lambda device: False)
+    monkeypatch.setattr(
+        torch.Tensor, "to", lambda self, *args, **kwargs: copies.append(self) or to(self, *args, **kwargs)
+    )
+    there = devices.upload(tensors, torch.device("cpu"))
+    assert len(copies) == 1
+    for ours, expected in zip(there, tensors, strict=True):
+        assert ours.dtype == expected.dtype
+        assert torch.equal(ours, expected)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from .layouts import LAYOUTS, Branch, choose_layout, neighbours, packed, ranges, to_device
+from .layouts import LAYOUTS, Branch, choose_layout, index_tensor, neighbours, packed, ranges, upload_with
 from .memory.host_swap import Gather, HostSwap
 from .models.interface import BatchLayout, SmallProduct, StepModel
 from .request import Row
@@ -55,6 +55,7 @@ class Composition:
             branches = [self.branches[i] for i in indices]
             rotary = self.layout.rotary.split([branch.length for branch in self.branches])
             layout = packed(branches, self.layout.calls, [rotary[i] for i in indices])
+            layout, _ = upload_with(layout, [], layout.rotary.device)
             self.layout.kept[key] = replace(layout, kept=self.layout.kept)  # merged weights serve both
         part: BatchLayout = self.layout.kept[key]
         return part
@@ -137,13 +138,15 @@ def _compose(
         (branch.row, branch.is_negative): slice(int(start), int(start) + branch.num_image_tokens)
         for branch, start in zip(branches, starts, strict=False)
     }
+    guiding = _guiding(rows, tokens)
+    layout, there = upload_with(layout, guiding, layout.rotary.device)
     return Composition(
         key=key,
         branches=branches,
         layout=layout,
         prompt_embeds=_prompt_embeds(branches, layout),
         cond_slices=tuple(tokens[r, False] for r in range(len(rows))),
-        guidance=_guidance(rows, tokens, layout.rotary.device),
+        guidance=Guidance(*there) if there else None,
         gather=None if swap is None else _gather(rows, branches, layout, swap),
     )
 
@@ -162,17 +165,18 @@ def _gather(rows: Sequence[Row], branches: Sequence[Branch], layout: BatchLayout
     return replace(gather, index=gather.index[layout.scatter_index])
 
 
-def _guidance(rows: Sequence[Row], tokens: dict[tuple[int, bool], slice], device: torch.device) -> Guidance | None:
+def _guiding(rows: Sequence[Row], tokens: dict[tuple[int, bool], slice]) -> list[torch.Tensor]:
+    """What `Guidance` is made of, on the host; nothing where no row is guided."""
     guided = [r for r in range(len(rows)) if (r, True) in tokens]
     if not guided:
-        return None
+        return []
     lengths = np.array([rows[r].num_image_tokens for r in guided])
     cond, negative = (
         ranges(np.array([tokens[r, is_negative].start for r in guided]), lengths) for is_negative in (False, True)
     )
     scales = np.array([rows[r].request.params.true_cfg_scale for r in guided], dtype=np.float32)
     per_token = torch.from_numpy(np.repeat(scales, lengths))
-    return Guidance(to_device(cond, device), to_device(negative, device), per_token.to(device)[:, None])
+    return [index_tensor(cond), index_tensor(negative), per_token[:, None]]
 
 
 def _sorted_branches(rows: Sequence[Row]) -> tuple[Branch, ...]:

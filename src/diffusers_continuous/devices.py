@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -76,6 +76,19 @@ def synchronize(device: torch.device) -> None:
 
 
 # ---------------------------------------------------------------------- memory
+
+
+def upload(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Tensors of the host on the device, all in one copy, for which nobody waits where the host can pin memory."""
+    if is_host(device):
+        return list(tensors)
+    # Wide elements first, so that every part starts where its dtype may.
+    order = sorted(range(len(tensors)), key=lambda i: -tensors[i].itemsize)
+    data = torch.cat([tensors[i].contiguous().flatten().view(torch.uint8) for i in order])
+    data = (data.pin_memory() if is_pinning_useful(device) else data).to(device, non_blocking=True)
+    parts = data.split([tensors[i].nbytes for i in order])
+    there = {i: part.view(tensors[i].dtype).view(tensors[i].shape) for i, part in zip(order, parts, strict=True)}
+    return [there[i] for i in range(len(tensors))]
 
 
 def is_pinning_useful(device: torch.device) -> bool:

@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from .devices import upload
 from .models.interface import SMALL_PRODUCT, BatchLayout, JointRows, Run, SmallProduct, TokenStream
 from .request import TextEmbeds
 
@@ -104,7 +105,7 @@ def padded(branches: Sequence[Branch], calls: tuple[SmallProduct, ...], rotary: 
         return replace(layout, name="padded")
     is_word = np.arange(longest) < lengths[:, None]  # (rows, longest)
     is_image = np.ones((len(branches), branches[0].num_image_tokens), dtype=bool)
-    valid = torch.from_numpy(np.concatenate([is_word, is_image], axis=1).ravel()).to(layout.rotary.device)
+    valid = torch.from_numpy(np.concatenate([is_word, is_image], axis=1).ravel())
     return replace(
         layout,
         name="padded",
@@ -120,19 +121,19 @@ def tiled(branches: Sequence[Branch], calls: tuple[SmallProduct, ...], rotary: S
     scatter_index = np.concatenate([_tile_order(branch, side) for branch in branches])
     image_lengths = np.array([branch.num_image_tokens for branch in branches])
     scatter_index += np.repeat(np.cumsum(image_lengths) - image_lengths, image_lengths)
-    num_tokens, length, device = len(scatter_index), side**2, layout.rotary.device
+    num_tokens, length = len(scatter_index), side**2
     owners = np.array([branch.row for branch in branches])
     image = replace(
         layout.image,
         runs=(Run(0, num_tokens, 0, num_tokens // length, length),),
-        modulation_index=to_device(np.repeat(owners, image_lengths // length), device),
+        modulation_index=index_tensor(np.repeat(owners, image_lengths // length)),
     )
     if (np.diff(scatter_index) == 1).all():
         return replace(layout, name="tiled", image=image)
     recover_index = np.argsort(scatter_index)
     num_text = len(layout.text_index)
-    moved = to_device(np.concatenate([np.arange(num_text), num_text + recover_index]), device)
-    scatter = to_device(scatter_index, device)
+    moved = index_tensor(np.concatenate([np.arange(num_text), num_text + recover_index]))
+    scatter = index_tensor(scatter_index)
     return replace(
         layout,
         name="tiled",
@@ -140,7 +141,7 @@ def tiled(branches: Sequence[Branch], calls: tuple[SmallProduct, ...], rotary: S
         joint_index=moved[layout.joint_index],
         image_index=layout.image_index[scatter],
         scatter_index=scatter,
-        recover_index=to_device(recover_index, device),
+        recover_index=index_tensor(recover_index),
     )
 
 
@@ -157,7 +158,6 @@ def _in_turn(
     text_lengths: np.ndarray,
 ) -> BatchLayout:
     """The branches' images one behind the other, and their texts, which take `text_lengths` tokens in memory."""
-    device = rotary[0].device
     image_lengths = np.array([branch.num_image_tokens for branch in branches])
     lengths = text_lengths + image_lengths
     starts = np.cumsum(lengths) - lengths
@@ -168,23 +168,23 @@ def _in_turn(
     joint_index[image_index] = np.arange(len(text_index), len(joint_index))
     return BatchLayout(
         name="packed",
-        image=_stream(branches, image_lengths, device),
-        text=_stream(branches, text_lengths, device),
+        image=_stream(branches, image_lengths),
+        text=_stream(branches, text_lengths),
         calls=calls,
-        joint=_joint_rows(lengths, device),
-        joint_index=to_device(joint_index, device),
-        text_index=to_device(text_index, device),
-        image_index=to_device(image_index, device),
+        joint=_joint_rows(lengths),
+        joint_index=index_tensor(joint_index),
+        text_index=index_tensor(text_index),
+        image_index=index_tensor(image_index),
         rotary=torch.cat(list(rotary)),
     )
 
 
-def _joint_rows(lengths: np.ndarray, device: torch.device) -> JointRows:
-    cu_seqlens = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)).to(device)
+def _joint_rows(lengths: np.ndarray) -> JointRows:
+    cu_seqlens = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
     return JointRows(_runs(lengths), tuple(lengths.tolist()), cu_seqlens)
 
 
-def _stream(branches: Sequence[Branch], lengths: np.ndarray, device: torch.device) -> TokenStream:
+def _stream(branches: Sequence[Branch], lengths: np.ndarray) -> TokenStream:
     owners = np.array([branch.row for branch in branches])
     ends = np.cumsum(lengths)
     products = []
@@ -194,8 +194,8 @@ def _stream(branches: Sequence[Branch], lengths: np.ndarray, device: torch.devic
         products.append(SmallProduct(int(ends[part.start] - lengths[part.start]), int(ends[part.stop - 1]), num_alone))
     return TokenStream(
         _runs(lengths),
-        to_device(owners, device),
-        to_device(np.repeat(owners, lengths), device),
+        index_tensor(owners),
+        index_tensor(np.repeat(owners, lengths)),
         _unlike(products, int(ends[-1])),
     )
 
@@ -262,6 +262,33 @@ def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     return np.arange(ends[-1]) + np.repeat(starts - (ends - lengths), lengths)
 
 
-def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """An int64 tensor of the array."""
-    return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(device)
+def index_tensor(array: np.ndarray) -> torch.Tensor:
+    """An int64 tensor of the array, on the host."""
+    return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64))
+
+
+def upload_with(
+    layout: BatchLayout, others: Sequence[torch.Tensor], device: torch.device
+) -> tuple[BatchLayout, list[torch.Tensor]]:
+    """A layout that was made on the host, and other small tensors, in one copy to the device of the forward."""
+    image, text, joint = layout.image, layout.text, layout.joint
+    always = [image.modulation_index, image.token_modulation_index, text.modulation_index, text.token_modulation_index]
+    always += [joint.cu_seqlens, layout.joint_index, layout.text_index, layout.image_index]
+    optional = [joint.valid, layout.scatter_index, layout.recover_index]
+    there = iter(upload([*always, *(tensor for tensor in optional if tensor is not None), *others], device))
+    image = replace(image, modulation_index=next(there), token_modulation_index=next(there))
+    text = replace(text, modulation_index=next(there), token_modulation_index=next(there))
+    cu_seqlens, joint_index, text_index, image_index = (next(there) for _ in range(4))
+    valid, scatter_index, recover_index = (None if tensor is None else next(there) for tensor in optional)
+    moved = replace(
+        layout,
+        image=image,
+        text=text,
+        joint=replace(joint, cu_seqlens=cu_seqlens, valid=valid),
+        joint_index=joint_index,
+        text_index=text_index,
+        image_index=image_index,
+        scatter_index=scatter_index,
+        recover_index=recover_index,
+    )
+    return moved, list(there)
