@@ -6,7 +6,8 @@
     ContinuousBatchingConfig(calibration="cost.json")
 
 Runs the engine itself over a grid of sizes and numbers of rows, guided and not, and takes the times that the
-scheduler sees. Every fourth shape is kept out of the fit and only predicted. Prints the machine, a table of R2 and
+scheduler sees, freed from what a slower stretch of the machine added to all of them. Every fourth shape is kept out of
+the fit and only predicted. Prints the machine, a table of R2 and
 errors per kind of work, and one JSON object as the last line.
 """
 
@@ -32,6 +33,7 @@ from diffusers_continuous.cost_model import KINDS, Sample, StepCostModel, fit_cu
 
 WORDS = ("red", "green", "blue", "yellow", "star", "circle", "heart", "ring", "above", "below", "left", "right", "of")
 HELD_OUT = 4  # every fourth shape
+NEIGHBOURS = 3  # visits before and after one that tell how fast the machine was then
 
 
 @dataclass(frozen=True)
@@ -116,21 +118,39 @@ def measure(
     engine.start()
     draw(engine, shapes[0], args.steps)  # warms up
     recorder.drain()
-    found: dict[Shape, dict[str, list[Sample]]] = {shape: {} for shape in shapes}
-    # Round after round: a machine that is slower for a while must not look like a larger picture.
+    visits: list[tuple[Shape, dict[str, list[Sample]]]] = []
     for number, shape in enumerate(shapes * args.repeats, 1):
         draw(engine, shape, args.steps)
-        for kind, samples in recorder.drain().items():
-            found[shape].setdefault(kind, []).extend(samples)
+        visits.append((shape, recorder.drain()))
         print(f"\r{number} of {len(shapes) * args.repeats} visits", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
     engine.stop()
+    found: dict[Shape, dict[str, list[Sample]]] = {shape: {} for shape in shapes}
+    for (shape, kinds), slowness in zip(visits, local_slowness(visits), strict=True):
+        for kind, samples in kinds.items():
+            steady = [Sample(sample.tokens, sample.pairs, sample.ms / slowness) for sample in samples]
+            found[shape].setdefault(kind, []).extend(steady)
     fitted: dict[str, list[Sample]] = {}
     held_out: dict[str, list[Sample]] = {}
     for number, kinds in enumerate(found.values(), 1):
         for kind, samples in kinds.items():
             (held_out if number % HELD_OUT == 0 else fitted).setdefault(kind, []).extend(undisturbed(samples))
     return fitted, held_out
+
+
+def local_slowness(visits: Sequence[tuple[Shape, dict[str, list[Sample]]]]) -> list[float]:
+    """How much longer everything took around each visit than it usually does.
+
+    A machine that is slower for a while must not look like a larger picture: every shape is visited once a round, and
+    what its neighbours in time took is compared with what they took in the other rounds.
+    """
+    times = [statistics.median(sample.ms for sample in kinds["denoise"]) for _, kinds in visits]
+    by_shape: dict[Shape, list[float]] = {}
+    for (shape, _), ms in zip(visits, times, strict=True):
+        by_shape.setdefault(shape, []).append(ms)
+    ratios = [ms / statistics.median(by_shape[shape]) for (shape, _), ms in zip(visits, times, strict=True)]
+    spans = (ratios[max(0, i - NEIGHBOURS) : i + NEIGHBOURS + 1] for i in range(len(ratios)))
+    return [statistics.median(span) for span in spans]
 
 
 def draw(engine: Any, shape: Shape, steps: int) -> None:
