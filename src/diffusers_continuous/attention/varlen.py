@@ -9,6 +9,7 @@ Knows no kernel.
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -56,7 +57,7 @@ def _compacted(rows: JointRows, valid: torch.Tensor) -> Sequences:
     return Sequences(both[len(token_index) :].int(), ends, max(lengths), both[: len(token_index)])
 
 
-class VarlenBackend:
+class VarlenBackend(ABC):
     """A backend over a kernel for sequences of unequal length, which keeps them apart by itself."""
 
     isolates_rows = True
@@ -70,6 +71,6 @@ class VarlenBackend:
         valid = self.attend(q.index_select(0, index), k.index_select(0, index), v.index_select(0, index), sequences)
         return torch.zeros_like(q).index_copy_(0, index, valid).flatten(1)
 
+    @abstractmethod
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences) -> torch.Tensor:
         """(tokens, heads, head_dim) each -> the same, over tokens of which none is padding."""
-        raise NotImplementedError
