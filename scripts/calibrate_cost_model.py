@@ -7,8 +7,8 @@
 
 Runs the engine itself over a grid of sizes and numbers of rows, guided and not, and takes the times that the
 scheduler sees, freed from what a slower stretch of the machine added to all of them. Every fourth shape is kept out of
-the fit and only predicted. Prints the machine, a table of R2 and
-errors per kind of work, and one JSON object as the last line.
+the fit and only predicted. Prints the machine, a table of R2 and errors per kind of work, and one JSON object as the
+last line.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import random
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -128,7 +128,7 @@ def measure(
     found: dict[Shape, dict[str, list[Sample]]] = {shape: {} for shape in shapes}
     for (shape, kinds), slowness in zip(visits, local_slowness(visits), strict=True):
         for kind, samples in kinds.items():
-            steady = [Sample(sample.tokens, sample.pairs, sample.ms / slowness) for sample in samples]
+            steady = [replace(sample, ms=sample.ms / slowness) for sample in samples]
             found[shape].setdefault(kind, []).extend(steady)
     fitted: dict[str, list[Sample]] = {}
     held_out: dict[str, list[Sample]] = {}
@@ -177,10 +177,10 @@ def draw(engine: Any, shape: Shape, steps: int) -> None:
 
 def undisturbed(samples: Sequence[Sample]) -> list[Sample]:
     """One sample for all of the same work: the lower quartile, since what disturbs a step only makes it longer."""
-    groups: dict[tuple[float, float], list[float]] = {}
+    groups: dict[tuple[float, float, float], list[float]] = {}
     for sample in samples:
-        groups.setdefault((sample.tokens, sample.pairs), []).append(sample.ms)
-    return [Sample(tokens, pairs, sorted(ms)[len(ms) // 4]) for (tokens, pairs), ms in groups.items()]
+        groups.setdefault((sample.tokens, sample.pairs, sample.sequences), []).append(sample.ms)
+    return [Sample(*work, sorted(ms)[len(ms) // 4]) for work, ms in groups.items()]
 
 
 def kind_figures(
@@ -189,7 +189,7 @@ def kind_figures(
     """How well the curve of one kind fits."""
 
     def error(samples: Sequence[Sample]) -> float:
-        found = [abs(model.ms(kind, s.tokens, s.pairs) / s.ms - 1) for s in samples]
+        found = [abs(model.ms(kind, s.tokens, s.pairs, s.sequences) / s.ms - 1) for s in samples]
         return round(statistics.median(found), 4) if found else 0.0
 
     return {

@@ -94,15 +94,15 @@ def device_curves(name: str) -> tuple[dict[str, Curve], str, float]:
     facts = published[name]
     steps = [_step_sample(*point) for point in facts["steps"]]
     curve = fit_curve(steps)
-    decodes = [Sample((side // 16) ** 2, (side // 16) ** 4, 1e3 * s) for side, s in facts["decode_s"]]
+    decodes = [Sample((side // 16) ** 2, (side // 16) ** 4, 0, 1e3 * s) for side, s in facts["decode_s"]]
     curves = {"encode": Curve(1e3 * facts["encode_s"]), "denoise": curve, "decode": fit_curve(decodes)}
     return curves, facts["source"], r_squared(curve, steps)
 
 
 def _step_sample(side: int, rows: int, seconds: float) -> Sample:
-    """A guided step of so many rows of one size."""
+    """A guided step of so many rows of one size, which cannot tell what a row takes from what its tokens take."""
     tokens = 2 * ((side // 16) ** 2 + NUM_TEXT_TOKENS)
-    return Sample(rows * tokens, rows * tokens * tokens / 2, 1e3 * seconds)
+    return Sample(rows * tokens, rows * tokens * tokens / 2, 0, 1e3 * seconds)
 
 
 def make_state(number: int, arrival: Arrival, deadline_s: float | None = None) -> RequestState:

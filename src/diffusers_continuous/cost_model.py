@@ -1,9 +1,9 @@
-"""Predicted milliseconds of every kind of work, from the tokens that it touches. Knows numbers; no torch, no policy.
+"""Predicted milliseconds of every kind of work, from its tokens and sequences. Knows numbers; no torch, no policy.
 
-A step of a batch takes a constant, plus its tokens, plus the pairs of tokens that attention compares, and never less
-than launching its kernels takes. The same curve, with other numbers, serves encoding, VAE decoding and the steps of
-PiD. A curve is fitted from measured samples (`scripts/calibrate_cost_model.py`), kept as JSON, and followed online by
-one factor per kind.
+A step of a batch takes a constant, plus its sequences, plus its tokens, plus the pairs of tokens that attention
+compares, and never less than launching its kernels takes. The same curve, with other numbers, serves encoding, VAE
+decoding and the steps of PiD. A curve is fitted from measured samples (`scripts/calibrate_cost_model.py`), kept as
+JSON, and followed online by one factor per kind.
 """
 
 from __future__ import annotations
@@ -44,25 +44,26 @@ FLOOR_QUANTILES, FLOOR_SPREAD, MIN_FLOOR_SAMPLES, MIN_FLOOR_GAIN = (0.0, 0.1, 0.
 FIRST_FIT, LAST_FIT = 16, 1024
 # What it believed before counts as a few weak samples, of these sizes, so that what it has not seen stays sane.
 PRIOR_TOKENS, PRIOR_WEIGHT = (256, 1024, 4096, 16384), 0.05
-TOKENS_PER_PROMPT = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Milliseconds of one piece of work: `constant_ms + per_token_ms * tokens + per_pair_ms * pairs`, or `floor_ms`.
+    """Milliseconds of one piece of work: a constant and what its tokens, pairs and sequences take; at least `floor_ms`.
 
-    Pairs are pairs of tokens that attention compares; of an encoding, the prompts, which are encoded one by one where
-    the last bit matters.
+    Pairs are pairs of tokens that attention compares. Sequences are the branches of a step's rows (a guided row has
+    two), each with its own modulation and small products; the prompts of an encoding; the pictures of a decoding.
     """
 
     constant_ms: float = 0.0
     per_token_ms: float = 0.0
     per_pair_ms: float = 0.0
+    per_sequence_ms: float = 0.0
     floor_ms: float = 0.0
 
-    def ms(self, tokens: float, pairs: float) -> float:
+    def ms(self, tokens: float, pairs: float, sequences: float) -> float:
         """How long the work takes."""
-        ms = self.constant_ms + self.per_token_ms * tokens + self.per_pair_ms * pairs
+        ms = self.constant_ms + self.per_token_ms * tokens
+        ms += self.per_pair_ms * pairs + self.per_sequence_ms * sequences
         return ms if ms > self.floor_ms else self.floor_ms
 
 
@@ -72,6 +73,7 @@ class Sample:
 
     tokens: float
     pairs: float
+    sequences: float
     ms: float
 
 
@@ -90,14 +92,14 @@ class RowCost:
     """What one row costs when it is alone; rows of one shape share it and see it change.
 
     Attributes:
-        tokens, pairs: What it adds to a denoising step.
+        tokens, pairs, sequences: What it adds to a denoising step.
         encode_ms, step_ms, decode_ms: Its encoding, one of its denoising steps, one step of its decoder.
     """
 
     tokens: float
     pairs: float
+    sequences: float
     num_text_tokens: int
-    num_prompts: int
     num_image_tokens: int
     decode_kind: str | None
     encode_ms: float = 0.0
@@ -127,8 +129,7 @@ class StepCostModel:
 
     def __post_init__(self) -> None:
         self._learners = {
-            kind: _Learner(self.curves.get(kind, DEFAULT_CURVES[kind]), kind in self.curves, kind == "encode")
-            for kind in KINDS
+            kind: _Learner(self.curves.get(kind, DEFAULT_CURVES[kind]), kind in self.curves) for kind in KINDS
         }
 
     # ------------------------------------------------------------------ predictions
@@ -143,10 +144,10 @@ class StepCostModel:
         kinds = [None if row.is_encoded else "encode", "denoise", (row.cost or self.cost_of(row)).decode_kind]
         return all(self._learners[kind].is_informed for kind in kinds if kind is not None)
 
-    def ms(self, kind: str, tokens: float, pairs: float = 0.0) -> float:
+    def ms(self, kind: str, tokens: float, pairs: float, sequences: float) -> float:
         """Milliseconds of one piece of work."""
         learner = self._learners[kind]
-        return learner.factor * learner.curve.ms(tokens, pairs)
+        return learner.factor * learner.curve.ms(tokens, pairs, sequences)
 
     def rows_ms(self, kind: str, rows: Iterable[Row]) -> float:
         """Milliseconds of one piece of work on all of `rows` together."""
@@ -162,7 +163,7 @@ class StepCostModel:
         if cost is None:
             if len(self._costs) >= MAX_COSTS:
                 del self._costs[next(iter(self._costs))]
-            cost = RowCost(*_work("denoise", row), num_text_tokens, row.num_branches, row.num_image_tokens, kind)
+            cost = RowCost(*_work("denoise", row), num_text_tokens, row.num_image_tokens, kind)
             self._costs[key] = cost
             self._price(cost)
         return cost
@@ -201,10 +202,10 @@ class StepCostModel:
         return {kind: learner.error for kind, learner in self._learners.items() if learner.errors}
 
     def _price(self, cost: RowCost) -> None:
-        cost.encode_ms = self.ms("encode", cost.num_text_tokens, cost.num_prompts)
-        cost.step_ms = self.ms("denoise", cost.tokens, cost.pairs)
+        cost.encode_ms = self.ms("encode", cost.num_text_tokens, 0.0, cost.sequences)
+        cost.step_ms = self.ms("denoise", cost.tokens, cost.pairs, cost.sequences)
         if cost.decode_kind is not None:
-            cost.decode_ms = self.ms(cost.decode_kind, cost.num_image_tokens, cost.num_image_tokens**2)
+            cost.decode_ms = self.ms(cost.decode_kind, cost.num_image_tokens, cost.num_image_tokens**2, 1.0)
 
     # ------------------------------------------------------------------ on disk
 
@@ -243,7 +244,6 @@ class _Learner:
 
     curve: Curve
     is_fixed: bool
-    counts_prompts: bool = False
     factor: float = 1.0
     num_samples: int = 0
     ratios: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_RATIOS))
@@ -264,7 +264,7 @@ class _Learner:
 
     def observe(self, sample: Sample) -> bool:
         """True when predictions have changed."""
-        expected = self.curve.ms(sample.tokens, sample.pairs)
+        expected = _ms(self.curve, sample)
         if expected <= 0:
             return False
         self.errors.append(abs(self.factor * expected / sample.ms - 1.0))
@@ -284,14 +284,13 @@ class _Learner:
     def _fit_again(self) -> None:
         """Fit the curve to what was measured, drawn a little to what was believed before."""
         before = self.scaled_curve
-        work = [(n, n / TOKENS_PER_PROMPT if self.counts_prompts else n * n / 2) for n in PRIOR_TOKENS]
-        prior = [Sample(tokens, pairs, before.ms(tokens, pairs)) for tokens, pairs in work]
-        usual = [s for s in self.samples if s.ms < 3 * before.ms(s.tokens, s.pairs)] or list(self.samples)
+        prior = [Sample(n, n * n / 2, 2, before.ms(n, n * n / 2, 2)) for n in PRIOR_TOKENS]
+        usual = [s for s in self.samples if s.ms < 3 * _ms(before, s)] or list(self.samples)
         weights = [1.0] * len(usual) + [PRIOR_WEIGHT * len(usual) / len(prior)] * len(prior)
         self.curve = fit_curve([*usual, *prior], weights)
         self.factor = 1.0
         self.ratios.clear()
-        self.ratios.extend(s.ms / self.curve.ms(s.tokens, s.pairs) for s in usual[-NUM_RATIOS:])
+        self.ratios.extend(s.ms / _ms(self.curve, s) for s in usual[-NUM_RATIOS:])
 
 
 # ---------------------------------------------------------------------- fitting
@@ -302,7 +301,7 @@ def fit_curve(samples: Sequence[Sample], weights: Sequence[float] | None = None)
 
     Relative, because a scheduler that is 10 ms off about a 20 ms step errs more than about a 2 s one.
     """
-    inputs = np.array([[1.0, s.tokens, s.pairs] for s in samples])
+    inputs = np.array([[1.0, s.tokens, s.pairs, s.sequences] for s in samples])
     ms = np.array([s.ms for s in samples])
     scale = np.sqrt(np.ones(len(samples)) if weights is None else np.array(weights)) / ms
     found, least = _fit_above(0.0, inputs, ms, scale)
@@ -316,11 +315,11 @@ def fit_curve(samples: Sequence[Sample], weights: Sequence[float] | None = None)
 
 
 def _fit_above(floor: float, inputs: np.ndarray, ms: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, float]:
-    """The three parts without negative ones, from the samples that are clearly above `floor`, and the loss over all."""
+    """The four parts without negative ones, from the samples that are clearly above `floor`, and the loss over all."""
     above = ms > FLOOR_SPREAD * floor
-    best, least = np.zeros(3), np.inf
-    for columns in itertools.chain.from_iterable(itertools.combinations(range(3), n) for n in (1, 2, 3)):
-        found = np.zeros(3)
+    best, least = np.zeros(4), np.inf
+    for columns in itertools.chain.from_iterable(itertools.combinations(range(4), n) for n in (1, 2, 3, 4)):
+        found = np.zeros(4)
         found[list(columns)] = _least_squares((inputs * scale[:, None])[above][:, columns], (ms * scale)[above])
         loss = float(np.square((np.maximum(inputs @ found, floor) - ms) * scale).sum())
         if (found >= 0).all() and loss < least * (1 - 1e-9):
@@ -337,9 +336,13 @@ def _least_squares(inputs: np.ndarray, targets: np.ndarray) -> np.ndarray:
 def r_squared(curve: Curve, samples: Sequence[Sample]) -> float:
     """Share of the samples' variance that the curve explains."""
     ms = np.array([s.ms for s in samples])
-    left = np.array([curve.ms(s.tokens, s.pairs) for s in samples]) - ms
+    left = np.array([_ms(curve, s) for s in samples]) - ms
     spread = float(np.square(ms - ms.mean()).sum())
     return 1.0 - float(np.square(left).sum()) / spread if spread else 1.0
+
+
+def _ms(curve: Curve, work: Sample) -> float:
+    return curve.ms(work.tokens, work.pairs, work.sequences)
 
 
 # ---------------------------------------------------------------------- the work in a row
@@ -362,21 +365,24 @@ def _text_tokens(text: TextEmbeds | None, prompt: str | None) -> int:
     return text.num_tokens if text is not None else len(prompt or "") // BYTES_PER_TOKEN + TEMPLATE_SUFFIX_TOKENS
 
 
-def _work(kind: str, row: Row) -> tuple[float, float]:
-    """Tokens and pairs of tokens of one row."""
+def _work(kind: str, row: Row) -> tuple[int, float, int]:
+    """Tokens, pairs of tokens and sequences (see `Curve`) of one row."""
     if kind == "denoise":
         tokens = row.num_image_tokens * row.num_branches + text_tokens(row)
-        return tokens, tokens * tokens / row.num_branches
-    return row.num_image_tokens, float(row.num_image_tokens**2)
+        return tokens, tokens * tokens / row.num_branches, row.num_branches
+    return row.num_image_tokens, float(row.num_image_tokens**2), 1
 
 
-def sum_of_work(kind: str, rows: Iterable[Row]) -> tuple[float, float]:
-    """Tokens and pairs (see `Curve`) that one piece of work on all of `rows` touches."""
+def sum_of_work(kind: str, rows: Iterable[Row]) -> tuple[int, float, int]:
+    """Tokens, pairs and sequences (see `Curve`) that one piece of work on all of `rows` touches."""
     if kind == "encode":
         prompts = _prompts(rows)
-        return sum(prompts.values()), len(prompts)
-    work = [_work(kind, row) for row in rows]
-    return sum(tokens for tokens, _ in work), sum(pairs for _, pairs in work)
+        return sum(prompts.values()), 0.0, len(prompts)
+    tokens, pairs, sequences = 0, 0.0, 0
+    for row in rows:
+        more_tokens, more_pairs, more_sequences = _work(kind, row)
+        tokens, pairs, sequences = tokens + more_tokens, pairs + more_pairs, sequences + more_sequences
+    return tokens, pairs, sequences
 
 
 def _prompts(rows: Iterable[Row]) -> dict[str | None, int]:

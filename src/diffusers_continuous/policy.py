@@ -120,7 +120,8 @@ class SLO(EDF):
         alone_ms = sum(cost.step_ms for cost in costs)
         if not alone_ms:
             return 1e-3
-        together_ms = self.cost_model.ms("denoise", sum(c.tokens for c in costs), sum(c.pairs for c in costs))
+        work = sum(c.tokens for c in costs), sum(c.pairs for c in costs), sum(c.sequences for c in costs)
+        together_ms = self.cost_model.ms("denoise", *work)
         return 1e-3 * min(1.0, together_ms / alone_ms)
 
 

@@ -655,6 +655,7 @@ class _Batch:
     num_tokens: int = 0
     tokens: float = 0.0
     pairs: float = 0.0
+    sequences: float = 0.0
     step_ms: float = 0.0
     allowed_ms: float = math.inf
 
@@ -666,14 +667,16 @@ class _Batch:
     def take(self, leader: Row) -> bool:
         """Let the row and its gang join; False, and no effect, when there is no room. The first one always fits."""
         gang = _gang(leader)
-        num_rows, num_tokens, tokens, pairs = self.num_rows, self.num_tokens, self.tokens, self.pairs
+        num_rows, num_tokens = self.num_rows, self.num_tokens
+        tokens, pairs, sequences = self.tokens, self.pairs, self.sequences
         for row in gang:
             cost = _cost(row)
             num_rows += 1
             num_tokens += row.num_tokens
             tokens += cost.tokens
             pairs += cost.pairs
-        step_ms = self.cost_model.ms("denoise", tokens, pairs)
+            sequences += cost.sequences
+        step_ms = self.cost_model.ms("denoise", tokens, pairs, sequences)
         if self.leaders:
             if num_rows > self.config.max_requests_per_batch or num_tokens > self.config.max_batch_tokens:
                 return False
@@ -682,7 +685,7 @@ class _Batch:
                 return False
         self.leaders[leader] = None
         self.num_rows, self.num_tokens = num_rows, num_tokens
-        self.tokens, self.pairs, self.step_ms = tokens, pairs, step_ms
+        self.tokens, self.pairs, self.sequences, self.step_ms = tokens, pairs, sequences, step_ms
         allowed_ms = self._allowed_ms(leader)
         if allowed_ms >= step_ms:  # else it is late, and slower steps take nothing from it
             self.allowed_ms = min(self.allowed_ms, allowed_ms)

@@ -90,7 +90,7 @@ class EngineReplica:
         # First, so that the backlog has all that these are about.
         accepted = [key for key, call in self._under_way.items() if self._is_accepted(call)]
         engine, num_tokens = self._app.state.board.engine, 2 * self._num_default_image_tokens
-        step_ms = engine.scheduler.cost_model.ms("denoise", num_tokens, num_tokens**2 / 2)
+        step_ms = engine.scheduler.cost_model.ms("denoise", num_tokens, num_tokens**2 / 2, 2)
         return {
             # A dead engine's queue is empty, and still no place to go.
             "backlog_s": math.inf if engine.is_stopped else engine.backlog_s(),
