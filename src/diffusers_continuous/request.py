@@ -182,6 +182,16 @@ class Row:
             self.pages.drop("text", "negative_text")
 
     @property
+    def gang(self) -> tuple[Row, ...]:
+        """The rows that advance together with this one, itself among them."""
+        return self.request.rows if self.request.is_gang else (self,)
+
+    @property
+    def latest_start_s(self) -> float:
+        """The last moment at which the row, alone from then on, would still be on time."""
+        return self.request.metrics.deadline_s - self.remaining_ms / 1e3
+
+    @property
     def remaining_steps(self) -> int:
         """Denoising steps that are left."""
         return self.num_steps - self.step

@@ -17,11 +17,12 @@ import heapq
 import itertools
 import math
 import time
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 
+from .admission import PageRoom, StepBatch, known_cost, pages_together
 from .config import ContinuousBatchingConfig
-from .cost_model import RowCost, StepCostModel
+from .cost_model import StepCostModel
 from .errors import DeadlineError, QueueFullError, RequestError
 from .memory.block_pool import PageLedger
 from .policy import Policy, make_policy
@@ -36,9 +37,6 @@ MAX_LOOKED_AT = 64
 MAX_PASSED = 16
 # With model offload: how many waiting rows are encoded while the text encoder is on the device anyway.
 MAX_ENCODED_AHEAD = 16
-# A row joins others only where its share of their step is below this part of its step alone: where sharing saves
-# nothing, one after the other is better, since it leaves the choice open.
-MAX_SHARE = 0.8
 # What is late anyway goes last; still, one chunk in so many belongs to the oldest of it, however full we are.
 AGEING_CHUNKS = 128
 # A choice that nothing has happened to is made again after so many chunks.
@@ -146,7 +144,7 @@ class StepScheduler:
 
     def _enqueue(self, leader: Row) -> None:
         self._num_changes += 1
-        self._next_late_s = min(self._next_late_s, _latest_start_s(leader))
+        self._next_late_s = min(self._next_late_s, leader.latest_start_s)
         bisect.insort(self.waiting, leader, key=self._policy.key)
 
     def remove(self, state: RequestState) -> None:
@@ -180,7 +178,7 @@ class StepScheduler:
 
     def forget_texts(self) -> None:
         """The text encoder may have changed: waiting prompts that were encoded ahead are encoded again."""
-        for row in (row for leader in (*self.waiting, *self.late) for row in _gang(leader)):
+        for row in (row for leader in (*self.waiting, *self.late) for row in leader.gang):
             row.text = row.text if row.prompt is None else None
             row.negative_text = row.negative_text if row.negative_prompt is None else None
             row.stage = Stage.ENCODE
@@ -196,7 +194,7 @@ class StepScheduler:
     @property
     def num_waiting(self) -> int:
         """Rows that wait for a place; a gang counts all of its rows."""
-        return sum(len(_gang(row)) for row in (*self.waiting, *self.late))
+        return sum(len(row.gang) for row in (*self.waiting, *self.late))
 
     # ------------------------------------------------------------------ deciding
 
@@ -288,7 +286,7 @@ class StepScheduler:
         rows: list[Row] = []
         num_tokens = 0
         for leader in self.running:
-            gang = _gang(leader)
+            gang = leader.gang
             if leader is not gang[0] or leader.request.is_in_callback or leader.stage is Stage.DECODE:
                 continue
             if not all(map(self._has_pages, gang)):
@@ -326,7 +324,7 @@ class StepScheduler:
         if output.decode:
             self._is_draining = True  # every step of every picture that waits, since what they need is on the device
             return SchedulerOutput(decode=output.decode)
-        ahead = [row for leader in self.waiting[:MAX_ENCODED_AHEAD] for row in _gang(leader) if not row.is_encoded]
+        ahead = [row for leader in self.waiting[:MAX_ENCODED_AHEAD] for row in leader.gang if not row.is_encoded]
         return SchedulerOutput(encode=(*output.encode, *ahead[:MAX_ENCODED_AHEAD]) if output.encode else ())
 
     # ------------------------------------------------------------------ first come, first served
@@ -335,9 +333,9 @@ class StepScheduler:
         """Move rows from `waiting` to `running` in policy order while rows and tokens fit."""
         running = [row for row in self.running if not row.request.is_in_callback]
         room = self._room()
-        leaders = [row for row in running if row is _gang(row)[0]]
-        leaders.sort(key=lambda row: not all(map(self._has_pages, _gang(row))))
-        have_room = [room.take(_gang(row)) for row in leaders]
+        leaders = [row for row in running if row is row.gang[0]]
+        leaders.sort(key=lambda row: not all(map(self._has_pages, row.gang)))
+        have_room = [room.take(row.gang) for row in leaders]
         room.commit()
         if not all(have_room):
             return  # somebody was sent out in its callback: pages that become free are for it
@@ -350,7 +348,7 @@ class StepScheduler:
         num_passed = 0
         admitted: set[Row] = set()
         for leader in self._policy.order(waiting, running, now):
-            gang = _gang(leader)
+            gang = leader.gang
             num_tokens = sum(row.num_tokens for row in gang)
             fits = len(gang) <= room_rows and num_tokens <= room_tokens
             fits |= not (running or admitted)  # what is larger than the budget runs alone
@@ -399,7 +397,7 @@ class StepScheduler:
 
     def _movable(self) -> list[Row]:
         """Who runs and can be stopped: a gang has a step half done while its callback runs."""
-        return [row for row in self.running if not row.request.is_in_callback and row is _gang(row)[0]]
+        return [row for row in self.running if not row.request.is_in_callback and row is row.gang[0]]
 
     def _in_order(self, movable: Sequence[Row], now: float, aged: Row | None = None) -> Iterator[Row]:
         """Everybody who may run next: `aged`, then, by priority, the policy's order and what is late."""
@@ -412,13 +410,13 @@ class StepScheduler:
             order = heapq.merge(order, by_length, key=_priority)
         return order if aged is None else itertools.chain((aged,), (row for row in order if row is not aged))
 
-    def _make_batch(self, order: Iterable[Row], now: float, room: _Room | None = None) -> _Batch:
+    def _make_batch(self, order: Iterable[Row], now: float, room: PageRoom | None = None) -> StepBatch:
         """Rows in order while there is room for them; pages are only looked at with `room`."""
         is_guarded = self._policy.keeps_deadlines and self.cost_model.is_informed  # a guess keeps nobody out
-        batch = _Batch(self.config, self.cost_model, is_guarded, now)
+        batch = StepBatch(self.config, self.cost_model, is_guarded, now)
         num_passed = 0
         for leader in order:
-            together = _together(leader)
+            together = pages_together(leader)
             has_pages = room is None or room.could_take(together)
             is_in = has_pages and (leader.stage is Stage.DECODE or batch.take(leader))
             if is_in and room is not None:
@@ -431,8 +429,8 @@ class StepScheduler:
     def _run(self, leaders: Mapping[Row, None], before: Sequence[Row], now: float) -> None:
         """Let `leaders` run with their gangs; those of `before` that are not among them wait again."""
         new = dict.fromkeys(row for row in leaders if row not in before)
-        stay = [row for row in self.running if row.request.is_in_callback or _gang(row)[0] in leaders]
-        self.running[:] = [*stay, *(row for leader in new for row in _gang(leader))]
+        stay = [row for row in self.running if row.request.is_in_callback or row.gang[0] in leaders]
+        self.running[:] = [*stay, *(row for leader in new for row in leader.gang)]
         num_found = 0
         for queue in (self.waiting, self.late):
             found = itertools.islice((i for i, row in enumerate(queue) if row in new), len(new) - num_found)
@@ -446,7 +444,7 @@ class StepScheduler:
 
     def _pause(self, leader: Row, now: float) -> None:
         self.num_preemptions += 1
-        for row in _gang(leader):
+        for row in leader.gang:
             row.step_cache.clear()  # or all that wait would keep as much as all that run
         if self._is_late(leader, now):
             bisect.insort(self.late, leader, key=_by_length)
@@ -455,8 +453,8 @@ class StepScheduler:
 
     # ------------------------------------------------------------------ memory
 
-    def _room(self) -> _Room:
-        return _Room(self.memory, self._leavers)
+    def _room(self) -> PageRoom:
+        return PageRoom(self.memory, self._leavers)
 
     def _has_pages(self, row: Row) -> bool:
         return not row.num_blocks or self.memory.is_on_device(row)
@@ -470,20 +468,20 @@ class StepScheduler:
         owners = [row for row in self.memory.device.owners if row.stage is not Stage.DECODE or _has_long_decode(row)]
         if not self._policy.is_preemptive and not all(row.request.is_in_callback for row in owners):
             return []
-        return sorted(owners, key=lambda row: (row.request.is_in_callback, -_latest_start_s(row)))
+        return sorted(owners, key=lambda row: (row.request.is_in_callback, -row.latest_start_s))
 
     # ------------------------------------------------------------------ what is late
 
     def _is_late(self, row: Row, now: float) -> bool:
         """True when the row would miss its deadline even alone, and the policy minds."""
-        return self._policy.keeps_deadlines and _latest_start_s(row) < now
+        return self._policy.keeps_deadlines and row.latest_start_s < now
 
     def _set_late_aside(self, now: float) -> tuple[RequestState, ...]:
         """Move what is late to `late`, or, with `on_hopeless="fail"`, hand back its requests, removed."""
         if self.config.on_hopeless == "fail":
             return self._give_up(now)
         if self._next_late_s < now:
-            starts = [(_latest_start_s(row), row) for row in self.waiting]
+            starts = [(row.latest_start_s, row) for row in self.waiting]
             self.waiting[:] = [row for start_s, row in starts if start_s >= now]
             self._next_late_s = min((start_s for start_s, _ in starts if start_s >= now), default=math.inf)
             self.late.extend(row for start_s, row in starts if start_s < now)
@@ -515,14 +513,14 @@ class StepScheduler:
         oldest = min((*self._admissible(self.late), *late), key=_arrival, default=None)
         is_due = self._ageing_due_s is not None
         if oldest is not None:
-            self._ageing_due_s = now + AGEING_CHUNKS * self._num_chunk_steps() * _cost(oldest).step_ms / 1e3
+            self._ageing_due_s = now + AGEING_CHUNKS * self._num_chunk_steps() * known_cost(oldest).step_ms / 1e3
         return oldest if is_due else None
 
     def _follow_cost_model(self) -> None:
         """Predictions have changed: so have the order of the queue and, where they were guesses, deadlines."""
         self._costs_version = self.cost_model.version
         leaders = (*self.waiting, *self.late, *self.running, *self.decoding)
-        for row in (row for leader in leaders for row in _gang(leader)):
+        for row in (row for leader in leaders for row in leader.gang):
             row.remaining_ms = self.cost_model.remaining_ms(row)
         if self._has_guessed and self.cost_model.is_informed:
             self._has_guessed = False
@@ -564,24 +562,26 @@ class StepScheduler:
             now += row.remaining_ms / 1e3
             yield row, now
         order = self._in_order(self._movable(), now) if self._policy.is_preemptive else (*self.running, *self.waiting)
-        queue = [row for row in order if row.stage is not Stage.DECODE and row is _gang(row)[0]]
+        queue = [row for row in order if row.stage is not Stage.DECODE and row is row.gang[0]]
         steps_left = {row: row.num_steps - row.step for row in queue}
         pace = 1.0
         for _ in range(MAX_FORESEEN):
             if not queue:
                 break
             batch = self._make_batch(queue, -math.inf)
-            pace = batch.step_ms / sum(_cost(row).step_ms for leader in batch.leaders for row in _gang(leader))
+            pace = batch.step_ms / sum(known_cost(row).step_ms for leader in batch.leaders for row in leader.gang)
             num_steps = min(steps_left[row] for row in batch.leaders)
             now += num_steps * batch.step_ms / 1e3
             for row in batch.leaders:
                 steps_left[row] -= num_steps
                 if steps_left[row] <= 0:
-                    now += row.num_decode_steps * _cost(row).decode_ms / 1e3
+                    now += row.num_decode_steps * known_cost(row).decode_ms / 1e3
                     yield row, now
             queue = [row for row in queue if steps_left[row] > 0]
         for row in queue:
-            now += (pace * steps_left[row] * _cost(row).step_ms + row.num_decode_steps * _cost(row).decode_ms) / 1e3
+            now += (
+                pace * steps_left[row] * known_cost(row).step_ms + row.num_decode_steps * known_cost(row).decode_ms
+            ) / 1e3
             yield row, now
 
     # ------------------------------------------------------------------ after a step
@@ -638,133 +638,6 @@ class StepScheduler:
         return state.status.is_ending
 
 
-@dataclass(slots=True)
-class _Batch:
-    """Rows that are to share their steps.
-
-    Args:
-        is_guarded: True where rows join only if that saves time and makes nobody late who would have been on time.
-    """
-
-    config: ContinuousBatchingConfig
-    cost_model: StepCostModel
-    is_guarded: bool
-    now: float
-    leaders: dict[Row, None] = field(default_factory=dict)
-    num_rows: int = 0
-    num_tokens: int = 0
-    tokens: float = 0.0
-    pairs: float = 0.0
-    sequences: float = 0.0
-    step_ms: float = 0.0
-    allowed_ms: float = math.inf
-
-    @property
-    def is_full(self) -> bool:
-        """True when no row can join any more."""
-        return self.num_rows >= self.config.max_requests_per_batch or self.num_tokens >= self.config.max_batch_tokens
-
-    def take(self, leader: Row) -> bool:
-        """Let the row and its gang join; False, and no effect, when there is no room. The first one always fits."""
-        gang = _gang(leader)
-        num_rows, num_tokens = self.num_rows, self.num_tokens
-        tokens, pairs, sequences = self.tokens, self.pairs, self.sequences
-        for row in gang:
-            cost = _cost(row)
-            num_rows += 1
-            num_tokens += row.num_tokens
-            tokens += cost.tokens
-            pairs += cost.pairs
-            sequences += cost.sequences
-        step_ms = self.cost_model.ms("denoise", tokens, pairs, sequences)
-        if self.leaders:
-            if num_rows > self.config.max_requests_per_batch or num_tokens > self.config.max_batch_tokens:
-                return False
-            share_ms = MAX_SHARE * sum(_cost(row).step_ms for row in gang)
-            if self.is_guarded and (step_ms > self.allowed_ms or step_ms - self.step_ms > share_ms):
-                return False
-        self.leaders[leader] = None
-        self.num_rows, self.num_tokens = num_rows, num_tokens
-        self.tokens, self.pairs, self.sequences, self.step_ms = tokens, pairs, sequences, step_ms
-        allowed_ms = self._allowed_ms(leader)
-        if allowed_ms >= step_ms:  # else it is late, and slower steps take nothing from it
-            self.allowed_ms = min(self.allowed_ms, allowed_ms)
-        return True
-
-    def _allowed_ms(self, row: Row) -> float:
-        """How long its steps may take for it to be on time."""
-        spare_ms = 1e3 * (_latest_start_s(row) - self.now)
-        return _cost(row).step_ms + spare_ms / max(1, row.num_steps - row.step)
-
-
-@dataclass(slots=True)
-class _Room:
-    """Pages for rows that are to run together, found by sending others to host memory. Moves nothing before `commit`.
-
-    Args:
-        find_leavers: Who may be sent there, the first to go in front; asked only when there are too few free pages.
-    """
-
-    memory: PageLedger
-    find_leavers: Callable[[], list[Row]]
-    taken: dict[Row, None] = field(default_factory=dict)
-    num_missing: int = 0
-    _leavers: list[Row] | None = None
-
-    def could_hold(self, leader: Row) -> bool:
-        """True when the row and its gang, and nobody else, could be on the device."""
-        gang = _together(leader)
-        num_missing = self._missing(gang)
-        return not num_missing or self._finds(num_missing, gang)
-
-    def could_take(self, gang: Sequence[Row]) -> bool:
-        """True when there are pages for these rows beside those that were taken."""
-        num_missing = self.num_missing + self._missing(gang)
-        return not num_missing or self._finds(num_missing, gang, self.taken)
-
-    def take(self, gang: Sequence[Row]) -> bool:
-        """Let these rows have pages; False, and no effect, when there are not enough."""
-        if not self.could_take(gang):
-            return False
-        self.add(gang)
-        return True
-
-    def add(self, gang: Sequence[Row]) -> None:
-        """Let these rows have pages, which `could_take` has found."""
-        self.num_missing += self._missing(gang)
-        for row in gang:
-            self.taken[row] = None
-
-    def commit(self) -> None:
-        """Send out whoever makes way, and give those that were taken their pages."""
-        shortage = self.num_missing - self.memory.device.num_free
-        for row in self._making_way(shortage, self.taken)[0]:
-            self.memory.send_out(row)
-        for row in self.taken:
-            if self._missing((row,)):
-                self.memory.bring_in(row, row.num_blocks)
-        self.num_missing, self._leavers = 0, None
-
-    def _missing(self, rows: Iterable[Row]) -> int:
-        num_missing = 0
-        for row in rows:
-            if row.num_blocks and not self.memory.is_on_device(row):
-                num_missing += row.num_blocks
-        return num_missing
-
-    def _finds(self, num_missing: int, *staying: Container[Row]) -> bool:
-        shortage = num_missing - self.memory.device.num_free
-        return shortage <= 0 or self._making_way(shortage, *staying)[1] >= shortage
-
-    def _making_way(self, shortage: int, *staying: Container[Row]) -> tuple[list[Row], int]:
-        if shortage <= 0:
-            return [], 0
-        if self._leavers is None:
-            self._leavers = self.find_leavers()
-        leavers = (row for row in self._leavers if not any(row in rows for rows in staying))
-        return self.memory.could_leave(leavers, shortage)
-
-
 def _until_many_are_refused(is_fine: Callable[[Row], bool], order: Iterable[Row]) -> Iterator[Row]:
     """Those of `order` that are fine, until so many were not that looking further would take too long."""
     num_refused = 0
@@ -784,26 +657,6 @@ def _has_long_decode(row: Row) -> bool:
 
 def _size(row: Row) -> tuple[int, int]:
     return row.request.params.height, row.request.params.width
-
-
-def _gang(leader: Row) -> tuple[Row, ...]:
-    """The rows that must be admitted together with `leader`."""
-    return leader.request.rows if leader.request.is_gang else (leader,)
-
-
-def _together(leader: Row) -> tuple[Row, ...]:
-    """The rows that need their pages together with `leader`: decoding goes row by row."""
-    return (leader,) if leader.stage is Stage.DECODE else _gang(leader)
-
-
-def _cost(row: Row) -> RowCost:
-    assert row.cost is not None  # since it was added
-    return row.cost
-
-
-def _latest_start_s(row: Row) -> float:
-    """The last moment at which the row, alone from then on, would still be on time."""
-    return row.request.metrics.deadline_s - row.remaining_ms / 1e3
 
 
 def _priority(row: Row) -> int:
