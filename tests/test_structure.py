@@ -84,7 +84,9 @@ def test_no_import_points_left():
             assert PATH.index(other) > PATH.index(module), f"{path} imports {other}, which is to its left"
 
 
-@pytest.mark.parametrize("module", ["scheduler", "admission", "policy", "request", "futures", "metrics", "config", "cost_model"])
+@pytest.mark.parametrize(
+    "module", ["scheduler", "admission", "policy", "request", "futures", "metrics", "config", "cost_model"]
+)
 def test_deciding_imports_no_torch(module):
     code = f"import sys, diffusers_continuous.{module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
