@@ -40,6 +40,7 @@ def npu(monkeypatch):
         memory_allocated=lambda device: 1000,
         reset_peak_memory_stats=lambda device: None,
         max_memory_allocated=lambda device: 1700,
+        max_memory_reserved=lambda device: 2000,
         get_device_name=lambda device: "Ascend910B",
     )
     monkeypatch.setattr(torch, "npu", module, raising=False)
@@ -62,6 +63,7 @@ def test_a_device_of_a_package_tells_by_its_own_module(npu):
     assert devices.describe(npu) == "npu (Ascend910B)"
     assert devices.memory_info(npu) == (3000, 4000)
     assert devices.peak_bytes(npu, lambda: None) == 700
+    assert devices.peak_reserved_bytes(npu) == 2000
     with devices.current(npu) as device:
         assert device is npu
     devices.synchronize(npu)
@@ -75,6 +77,7 @@ def test_a_device_of_a_package_tells_by_its_own_module(npu):
 def test_mps_is_one_device_with_the_machines_memory(mps):
     assert devices.memory_info(mps) == (7000, 8000)
     assert devices.peak_bytes(mps, lambda: torch.mps.taken.__setitem__(0, 1700)) == 700
+    assert devices.peak_reserved_bytes(mps) == 1700
     with devices.current(mps):
         devices.synchronize(mps)
     assert torch.mps.told == [("empty_cache", ()), ("synchronize", ())]
@@ -90,6 +93,7 @@ def test_a_cpu_is_the_host():
     assert devices.describe(CPU) == "cpu"
     devices.synchronize(CPU)
     devices.empty_cache(CPU)
+    assert devices.peak_reserved_bytes(CPU) is None
 
 
 def test_a_device_whose_package_is_missing_says_what_to_install(pipe, monkeypatch):

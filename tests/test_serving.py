@@ -22,6 +22,7 @@ import pytest
 from conftest import assert_pictures_equal, generator
 from diffusers_continuous import PiDDecoder, StepScheduler, embedded
 from diffusers_continuous.cli import main
+from diffusers_continuous.serving import jobs
 from diffusers_continuous.serving.jobs import partial_steps
 from live_server import LiveServer, assert_nothing_is_left, picture_of, serve
 from test_engine import Gate
@@ -82,6 +83,13 @@ def test_a_picture_is_the_stock_pipelines(server, stock):
     assert answer.usage.total_tokens == answer.usage.output_tokens + answer.usage.input_tokens
     assert answer.metrics["num_inference_steps"] == 4
     assert 0 < answer.metrics["queue_wait_s"] < answer.metrics["latency_s"]
+
+
+def test_vllm_omnis_benchmark_finds_the_peak_of_the_devices_memory(server, monkeypatch):
+    """It reads `usage.peak_memory_mb`, in MiB, where there is one."""
+    assert "peak_memory_mb" not in server.http.post(GENERATIONS, json=SMALL).json()["usage"]  # a CPU keeps no peak
+    monkeypatch.setattr(jobs, "peak_reserved_bytes", lambda device: 3 * 2**19)
+    assert server.http.post(GENERATIONS, json=SMALL).json()["usage"]["peak_memory_mb"] == 1.5
 
 
 def test_without_a_negative_prompt_guidance_leads_away_from_a_space(server):

@@ -128,6 +128,17 @@ def peak_bytes(device: torch.device, work: Callable[[], object]) -> int:
     return int(module.max_memory_allocated(device) - before)
 
 
+def peak_reserved_bytes(device: torch.device) -> int | None:
+    """The most bytes of the device that PyTorch has held so far; None for a CPU, where it does not count them.
+
+    On mps, which keeps no peak, those that it holds now. `peak_bytes` starts the count anew.
+    """
+    if is_host(device):
+        return None
+    module = torch.get_device_module(device)
+    return int(module.driver_allocated_memory() if device.type == "mps" else module.max_memory_reserved(device))
+
+
 def empty_cache(device: torch.device) -> None:
     """Give back what PyTorch has taken from the device and does not use."""
     if not is_host(device):

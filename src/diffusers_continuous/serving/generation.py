@@ -85,7 +85,9 @@ class Generation:
             "background": "opaque",
         }
 
-    def response(self, output: RequestOutput, data: Sequence[ImageData]) -> ImagesResponse:
+    def response(
+        self, output: RequestOutput, data: Sequence[ImageData], peak_memory_bytes: int | None
+    ) -> ImagesResponse:
         """The answer to a request that finished."""
         metrics = output.metrics
         num_prompt_tokens = metrics.num_prompt_tokens or 0
@@ -100,6 +102,7 @@ class Generation:
                 input_tokens_details=InputTokensDetails(text_tokens=num_prompt_tokens, image_tokens=0),
                 output_tokens=num_image_tokens,
                 total_tokens=num_prompt_tokens + num_image_tokens,
+                peak_memory_mb=None if peak_memory_bytes is None else peak_memory_bytes / 2**20,
             ),
             metrics=GenerationMetrics(
                 queue_wait_s=metrics.queue_wait_s or 0.0,

@@ -18,6 +18,7 @@ from uuid import uuid4
 
 from anyio import CapacityLimiter, to_thread
 
+from diffusers_continuous.devices import peak_reserved_bytes
 from diffusers_continuous.errors import EngineStoppedError, RequestCancelledError
 from diffusers_continuous.request import RequestOutput, RequestStatus
 
@@ -352,7 +353,7 @@ class JobBoard:
             data = [ImageData(url=name, seed=generation.seed + index) for index, name in enumerate(names)]
         else:
             data = [ImageData(b64_json=to_base64(f), seed=generation.seed + index) for index, f in enumerate(files)]
-        return generation.response(output, data)
+        return generation.response(output, data, peak_reserved_bytes(self._pipe._execution_device))
 
     async def _send_previews(self, job: Job, output: RequestOutput, num_due: int) -> None:
         previews = await self._encode(lambda: output.preview)

@@ -134,12 +134,15 @@ class InputTokensDetails(BaseModel):
 
 
 class Usage(BaseModel):
-    """Tokens, counted as the model counts them: of one prompt, and of all pictures as they were denoised."""
+    """Tokens, counted as the model counts them, of one prompt and of all pictures as they were denoised; and memory."""
 
     input_tokens: int
     input_tokens_details: InputTokensDetails
     output_tokens: int
     total_tokens: int
+    peak_memory_mb: float | None = Field(
+        default=None, description="MiB of the device that were held at most so far, by all requests; none on a CPU."
+    )
 
 
 class GenerationMetrics(BaseModel):
