@@ -31,9 +31,9 @@ import gradio as gr
 
 from diffusers_continuous import ContinuousBatchingConfig, ContinuousBatchingError, RequestCancelledError
 from diffusers_continuous.cli.arguments import ArgumentParser, integer_reader, option_type, read_size
-from diffusers_continuous.cli.loading import EMBEDDED_MODEL, load_decoder, load_pipeline
 from diffusers_continuous.cli.pictures import save_picture
 from diffusers_continuous.cli.timeline import Lane, draw_live_timeline
+from diffusers_continuous.loading import EMBEDDED_MODEL, load_decoder, load_pipeline
 
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture

@@ -46,6 +46,7 @@ def main(folder: str) -> None:
     start_ray(folder)
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     options = {"min_replicas": "2", "cpus_per_replica": "0", "max_size": "256", "max_steps": "400"}
+    options |= {"media_dir": f"{folder}/media", "metrics_prefix": "vllm_omni"}
     serve.run(app(options), name="pictures")
     print(f"> http://127.0.0.1:{port}", flush=True)
     for line in sys.stdin:

@@ -7,6 +7,7 @@ known.
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import json
 import os
@@ -16,6 +17,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,11 +26,14 @@ import httpx
 import pytest
 from ray.exceptions import ActorDiedError
 
-from diffusers_continuous.serving import ServingSettings
-from diffusers_continuous.serving.ray_app import app, build_app, router_config
+from diffusers_continuous import ContinuousBatchingConfig, PiDDecoder, embedded_decoder_path
+from diffusers_continuous.errors import ConfigError
+from diffusers_continuous.serving import ServingSettings, ray_app
+from diffusers_continuous.serving.ray_app import app, router_config
 from diffusers_continuous.serving.ray_gateway import Gateway, is_idempotent, work_of
 from diffusers_continuous.serving.ray_router import QueueCostRouter
 from diffusers_continuous.serving.ray_routing import WAIT_METRIC, Backlogs, Call, PredictedWaitPolicy, Work
+from diffusers_continuous.serving.settings import API_KEY_VARIABLE
 
 PROGRAM = Path(__file__).with_name("ray_cluster.py")
 WAIT_S = 300
@@ -174,6 +179,11 @@ def test_two_replicas_and_a_death(cluster):
     assert answer.status_code == 200, answer.text
     picture = answer.json()["data"]
     assert answer.headers["x-request-id"]
+
+    # Pictures lie in one folder, and metrics have the names that were asked for.
+    (kept,) = cluster.generate(seed=7, response_format="url").json()["data"]
+    assert base64.b64encode(cluster.http.get(kept["url"]).content).decode() == picture[0]["b64_json"]
+    assert "vllm_omni:num_requests_running" in cluster.http.get("/metrics").text
 
     # Errors are the application's.
     refused = cluster.generate(size="100x64")
@@ -502,10 +512,98 @@ def test_the_router_works_in_another_process_which_needs_no_torch():
     assert subprocess.run([sys.executable, "-c", code], input=content, check=False).returncode == 0
 
 
-def test_options_of_serve_run_are_checked():
-    with pytest.raises(ValueError, match="max_replica"):
-        app({"max_replica": "2"})
-    with pytest.raises(ValueError, match="min_replicas"):
-        app({"min_replicas": "0"})
-    with pytest.raises(ValueError, match="less than min_replicas=2"):
-        build_app(print, SETTINGS, min_replicas=2, max_replicas=1)
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max_replica": "2"}, r"option='max_replica' is not known.*did you mean 'max_replicas'"),
+        ({"min_replicas": "0"}, "min_replicas='0': .*greater than or equal to 1"),
+        ({"min_replicas": "2", "max_replicas": "1"}, "max_replicas=1 is less than min_replicas=2"),
+        ({"max_n": "few", "drain_s": "-1"}, "max_n='few': .*integer"),
+        ({"drain_s": "-1"}, r"drain_s=-1\.0 must be at least 0"),
+        ({"allow_unauthenticated": "perhaps"}, "allow_unauthenticated='perhaps': .*boolean"),
+        ({"metrics_prefix": "vllm-omni"}, "metrics_prefix='vllm-omni' is not known.*vllm_omni"),
+    ],
+)
+def test_options_of_serve_run_are_checked(options, words):
+    with pytest.raises(ConfigError, match=words):
+        app(options)
+
+
+def test_serve_run_has_the_options_of_the_plain_server(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(API_KEY_VARIABLE, "sesame")
+    (tmp_path / "pid").mkdir()
+    built: list[Any] = []
+    monkeypatch.setattr(ray_app, "build_app", lambda *args, **options: built.extend((*args, options)))
+    app(
+        {
+            "model": "org/other",
+            "served_model_name": "a,b",
+            "decoder_model": "pid",
+            "media_dir": "media",
+            "metrics_prefix": "vllm_omni",
+            "cors_origin": ["https://a.example"],  # as in a config file
+            "max_body_bytes": "1000",
+            "max_queue": "3",
+            "max_batch": "2",
+            "max_size": "64",
+            "max_steps": "5",
+            "max_n": "1",
+            "drain_s": "1.5",
+            "gpus_per_replica": "0.5",
+            "allow_unauthenticated": "true",
+        }
+    )
+    make_pipe, settings, options = built
+    assert make_pipe.args == ("org/other", str(tmp_path / "pid"))  # replicas may work in another folder
+    assert settings == ServingSettings(
+        model_names=("a", "b"),
+        engine_config=ContinuousBatchingConfig(max_queue_size=3, max_requests_per_batch=2),
+        max_size=64,
+        max_steps=5,
+        max_n=1,
+        max_body_bytes=1000,
+        api_key="sesame",
+        cors_origins=("https://a.example",),
+        media_dir=tmp_path / "media",
+        metrics_prefix="vllm_omni",
+        drain_s=1.5,
+    )
+    assert options["allow_unauthenticated"]
+    assert options["ray_actor_options"] == {"num_cpus": 1.0, "num_gpus": 0.5}
+
+
+def test_serve_run_starts_from_the_plain_servers_defaults(monkeypatch):
+    from diffusers_continuous.cli import serve
+
+    settings: list[ServingSettings] = []
+    monkeypatch.delenv(API_KEY_VARIABLE, raising=False)
+    monkeypatch.setattr(ray_app, "build_app", lambda _, own, **options: settings.append(own))
+    app({})
+    assert settings == [serve._settings(serve._parser().parse_all([]))]
+
+
+def test_a_replica_loads_the_decoder_that_was_named():
+    assert isinstance(ray_app.load(None, str(embedded_decoder_path())).decoder, PiDDecoder)
+    assert ray_app.load(None, None).decoder is None
+
+
+@pytest.mark.parametrize(
+    ("host", "api_key", "allow_unauthenticated", "is_refused"),
+    [
+        ("0.0.0.0", None, False, True),
+        ("::", None, False, True),
+        ("0.0.0.0", "sesame", False, False),
+        ("0.0.0.0", None, True, False),
+        ("127.0.0.1", None, False, False),
+        (None, None, False, False),
+    ],
+)
+def test_other_machines_get_in_only_where_somebody_said_so(
+    monkeypatch, host, api_key, allow_unauthenticated, is_refused
+):
+    monkeypatch.setattr(ray_app, "proxy_host", lambda: host)
+    settings = replace(SETTINGS, api_key=api_key)
+    expected = pytest.raises(ConfigError, match=f"{host}.*{API_KEY_VARIABLE}.*allow_unauthenticated=true")
+    with expected if is_refused else contextlib.nullcontext():
+        ray_app.make_gateway(FakeReplicas(print), settings, allow_unauthenticated)

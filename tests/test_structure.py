@@ -20,6 +20,7 @@ SOURCE = Path(diffusers_continuous.__file__).parent
 PATH = [
     "cli",
     "serving",
+    "loading",
     "prometheus",
     "pipeline",
     "streams",

@@ -27,6 +27,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..serving.settings import API_KEY_VARIABLE
 from .arguments import ArgumentParser, integer_reader, option_type, read_cfg
 from .workload import (
     ARRIVALS,
@@ -43,7 +44,6 @@ from .workload import (
     slowdowns,
 )
 
-API_KEY_VARIABLE = "DIFFUSERS_CONTINUOUS_API_KEY"
 PROMPTS = tuple(
     f"a {color} {thing} on a {background} background"
     for color, thing, background in itertools.product(

@@ -91,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
     folder: Path = parser.parse_all(argv).output
     folder.mkdir(parents=True, exist_ok=True)
 
-    from .loading import EMBEDDED_MODEL, load_decoder, load_pipeline, load_stock_pipeline
+    from ..loading import EMBEDDED_MODEL, load_decoder, load_pipeline, load_stock_pipeline
 
     print(f"loading {EMBEDDED_MODEL}")
     pipe, stock = load_pipeline(None), load_stock_pipeline(None)

@@ -200,7 +200,7 @@ def _draw_all(jobs: list[Job], options: argparse.Namespace) -> int:
 
     from diffusers_continuous import ContinuousBatchingConfig
 
-    from .loading import EMBEDDED_MODEL, load_decoder, load_pipeline
+    from ..loading import EMBEDDED_MODEL, load_decoder, load_pipeline
 
     print(f"loading {options.model or EMBEDDED_MODEL}", file=sys.stderr)
     wants_pid = any(job.row.decoder == "pid" for job in jobs)

@@ -9,24 +9,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..serving.settings import API_KEY_VARIABLE, MAX_QUEUE_SIZE, METRICS_PREFIXES, ServingSettings
 from . import arguments
 from .arguments import ArgumentParser, choice_reader, integer_reader, option_type
 
 if TYPE_CHECKING:
     from diffusers_continuous import ContinuousBatchingPipeline
-    from diffusers_continuous.serving import ServingSettings
 
 DESCRIPTION = """\
 Serves one pipeline to many clients at once: POST /v1/images/generations as OpenAI's clients send it, GET /v1/models,
 /health and /metrics, GET and DELETE /v1/requests/{id}. Everybody's denoising steps run together."""
 
-API_KEY_VARIABLE = "DIFFUSERS_CONTINUOUS_API_KEY"
 EPILOG = f"""\
 The key may also stand in the environment variable {API_KEY_VARIABLE}, where other users of this machine do not see it.
 Ctrl-C, or a SIGTERM, lets accepted requests finish for --drain-s seconds; a second Ctrl-C ends at once.
 exit code: 1 the model cannot be loaded; 2 a mistake in the call; 130 stopped by Ctrl-C. A SIGTERM ends it as usual."""
-
-METRICS_PREFIXES = ("diffusers_continuous", "vllm_omni")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -79,19 +76,31 @@ def _parser() -> ArgumentParser:
         help="a web origin whose pages may call; may be given several times (default: none)",
     )
     positive = option_type(integer_reader("number", 1))
-    add("--max-size", type=positive, default=2048, metavar="N", help="longest side in pixels (default: %(default)s)")
+    add(
+        "--max-size",
+        type=positive,
+        default=ServingSettings.max_size,
+        metavar="N",
+        help="longest side in pixels (default: %(default)s)",
+    )
     add(
         "--max-steps",
         type=option_type(arguments.read_steps),
-        default=200,
+        default=ServingSettings.max_steps,
         metavar="N",
         help="most denoising steps of a request (default: %(default)s)",
     )
-    add("--max-n", type=positive, default=10, metavar="N", help="most pictures of a request (default: %(default)s)")
+    add(
+        "--max-n",
+        type=positive,
+        default=ServingSettings.max_n,
+        metavar="N",
+        help="most pictures of a request (default: %(default)s)",
+    )
     add(
         "--max-queue",
         type=option_type(integer_reader("max-queue", 0)),
-        default=256,
+        default=MAX_QUEUE_SIZE,
         metavar="N",
         help="most pictures that may wait for a place; later ones get 429; 0 for no limit (default: %(default)s)",
     )
@@ -105,7 +114,7 @@ def _parser() -> ArgumentParser:
     add(
         "--max-body-bytes",
         type=positive,
-        default=2**20,
+        default=ServingSettings.max_body_bytes,
         metavar="N",
         help="longest request body (default: %(default)s)",
     )
@@ -113,14 +122,14 @@ def _parser() -> ArgumentParser:
     add(
         "--drain-s",
         type=option_type(integer_reader("drain-s", 0)),
-        default=30,
+        default=int(ServingSettings.drain_s),
         metavar="S",
         help="seconds that accepted requests get to finish when the server is stopped (default: %(default)s)",
     )
     add(
         "--metrics-prefix",
         type=option_type(choice_reader("metrics-prefix", METRICS_PREFIXES)),
-        default=METRICS_PREFIXES[0],
+        default=ServingSettings.metrics_prefix,
         metavar="NAME",
         help=f"what the names of the metrics start with: {' or '.join(METRICS_PREFIXES)} (default: %(default)s)",
     )
@@ -129,7 +138,6 @@ def _parser() -> ArgumentParser:
 
 def _settings(options: argparse.Namespace) -> ServingSettings:
     from diffusers_continuous import ContinuousBatchingConfig
-    from diffusers_continuous.serving import ServingSettings
     from diffusers_continuous.serving.settings import is_loopback, names_of
 
     if not is_loopback(options.host) and options.api_key is None and not options.allow_unauthenticated:
@@ -155,7 +163,7 @@ def _settings(options: argparse.Namespace) -> ServingSettings:
 
 
 def _load(options: argparse.Namespace) -> ContinuousBatchingPipeline:
-    from .loading import EMBEDDED_MODEL, load_decoder, load_pipeline
+    from ..loading import EMBEDDED_MODEL, load_decoder, load_pipeline
 
     print(f"loading {options.model or EMBEDDED_MODEL}", file=sys.stderr)
     pipe = load_pipeline(options.model)

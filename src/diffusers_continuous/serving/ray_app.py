@@ -15,22 +15,25 @@ import os
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import ray
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+from ray.serve.context import _get_global_client
 from starlette.types import Message, Scope
 
-from diffusers_continuous.config import ContinuousBatchingConfig
+from diffusers_continuous.config import ContinuousBatchingConfig, check_known
+from diffusers_continuous.errors import ConfigError
 
 from .errors import ApiError
 from .middleware import LimitBody
 from .ray_gateway import Gateway, request_id_of
 from .ray_router import QueueCostRouter
 from .ray_routing import WAIT_METRIC, Call, PredictedWaitPolicy
-from .settings import MAX_QUEUE_SIZE, ServingSettings, names_of
+from .settings import API_KEY_VARIABLE, MAX_QUEUE_SIZE, ServingSettings, is_loopback, names_of
 
 if TYPE_CHECKING:
     from diffusers_continuous import ContinuousBatchingPipeline
@@ -43,7 +46,6 @@ MAX_ONGOING_CALLS = 4096
 ROUTING_PERIOD_S = 0.25
 # How many calls that have ended a replica remembers.
 MAX_KNOWN_CALLS = 512
-API_KEY_VARIABLE = "DIFFUSERS_CONTINUOUS_API_KEY"
 
 
 # ---------------------------------------------------------------------- one engine
@@ -165,64 +167,119 @@ def _scope_of(call: Call) -> Scope:
 class GatewayDeployment:
     """Runs the `Gateway` under Ray Serve's HTTP proxy."""
 
-    def __init__(self, replicas: Any, settings: ServingSettings) -> None:
-        self._asgi = LimitBody(Gateway(replicas, settings), settings.max_body_bytes)
+    def __init__(self, replicas: Any, settings: ServingSettings, allow_unauthenticated: bool) -> None:
+        self._asgi = make_gateway(replicas, settings, allow_unauthenticated)
 
     def __serve_build_asgi_app__(self) -> LimitBody:
         return self._asgi
 
 
+def make_gateway(replicas: Any, settings: ServingSettings, allow_unauthenticated: bool) -> LimitBody:
+    """The gateway as an ASGI application.
+
+    Raises:
+        ConfigError: where the proxy lets other machines in, and nobody said that they may.
+    """
+    host = proxy_host()
+    if host is not None and not is_loopback(host) and settings.api_key is None and not allow_unauthenticated:
+        raise ConfigError(
+            f"Ray Serve's HTTP proxy listens at {host}, which lets other machines in: set {API_KEY_VARIABLE} "
+            "in the environment, or say allow_unauthenticated=true"
+        )
+    return LimitBody(Gateway(replicas, settings), settings.max_body_bytes)
+
+
+def proxy_host() -> str | None:
+    """Where Ray Serve's HTTP proxies listen; None where there are none."""
+    client = _get_global_client()
+    assert client is not None
+    return client.http_config.host
+
+
 # ---------------------------------------------------------------------- the application
+
+# On a command line, separated by commas.
+Texts = Annotated[tuple[str, ...], BeforeValidator(lambda value: value.split(",") if isinstance(value, str) else value)]
 
 
 class RayAppOptions(BaseModel):
-    """What may follow `serve run diffusers_continuous.serving.ray_app:app`, as NAME=VALUE."""
-
-    model_config = ConfigDict(extra="forbid")
+    """What may follow `serve run diffusers_continuous.serving.ray_app:app`, as NAME=VALUE, or stand in the `args` of a
+    config file. What they have in common with `diffusers-continuous serve` is called and does the same."""
 
     model: str | None = Field(None, description="A Qwen-Image model; the embedded one by default.")
-    served_model_name: str | None = Field(None, description="The last part of `model` by default.")
+    served_model_name: Texts = Field((), description="The last part of `model` by default.")
+    decoder_model: str | None = Field(None, description="A PiDDecoder; none by default.")
     min_replicas: int = Field(1, ge=1)
     max_replicas: int | None = Field(None, ge=1, description="`min_replicas` by default.")
     target_wait_s: float = Field(30.0, gt=0, description="Predicted wait that more replicas are started above.")
     gpus_per_replica: float | None = Field(None, ge=0, description="1 by default where this machine has one.")
     cpus_per_replica: float = Field(1.0, ge=0)
-    max_queue: int = Field(MAX_QUEUE_SIZE, ge=0, description="Pictures that may wait in each replica.")
-    max_batch: int = Field(32, ge=1)
-    max_size: int = Field(2048, ge=16)
-    max_steps: int = Field(200, ge=1)
-    max_n: int = Field(10, ge=1)
-    drain_s: float = Field(30.0, ge=0)
+    allow_unauthenticated: bool = Field(False, description="Let other machines in without a key.")
+    max_queue: int = Field(MAX_QUEUE_SIZE, ge=0, description="Pictures that may wait in each replica; 0 for no limit.")
+    max_batch: int = Field(ContinuousBatchingConfig.max_requests_per_batch, ge=1)
+    max_size: int = ServingSettings.max_size
+    max_steps: int = ServingSettings.max_steps
+    max_n: int = ServingSettings.max_n
+    max_body_bytes: int = ServingSettings.max_body_bytes
+    cors_origin: Texts = ServingSettings.cors_origins
+    media_dir: Path | None = Field(None, description="A folder that every replica's machine sees.")
+    metrics_prefix: str = ServingSettings.metrics_prefix
+    drain_s: float = ServingSettings.drain_s
+
+    @classmethod
+    def read(cls, options: Mapping[str, Any]) -> RayAppOptions:
+        """Options as they were written.
+
+        Raises:
+            ConfigError: names the option, its value and what it may be.
+        """
+        for name in options:
+            check_known("option", name, cls.model_fields)
+        try:
+            return cls.model_validate(dict(options))
+        except ValidationError as error:
+            problems = [f"{problem['loc'][0]}={problem['input']!r}: {problem['msg']}" for problem in error.errors()]
+            raise ConfigError("; ".join(problems)) from None
 
 
 def app(options: Mapping[str, Any]) -> serve.Application:
     """The application that `serve run` starts: see `RayAppOptions`. Clients' key is in the environment variable
-    `DIFFUSERS_CONTINUOUS_API_KEY`.
+    `DIFFUSERS_CONTINUOUS_API_KEY`, since Ray shows options to whoever asks; a proxy that other machines reach needs it.
 
     Raises:
-        ValueError: for an unknown option or a wrong value.
+        ConfigError: for an unknown option or a wrong value.
     """
-    chosen = RayAppOptions.model_validate(dict(options))
+    chosen = RayAppOptions.read(options)
     settings = ServingSettings(
-        model_names=(chosen.served_model_name,) if chosen.served_model_name else names_of(chosen.model),
+        model_names=chosen.served_model_name or names_of(chosen.model),
         engine_config=ContinuousBatchingConfig(
             max_queue_size=chosen.max_queue, max_requests_per_batch=chosen.max_batch
         ),
         max_size=chosen.max_size,
         max_steps=chosen.max_steps,
         max_n=chosen.max_n,
+        max_body_bytes=chosen.max_body_bytes,
         api_key=os.environ.get(API_KEY_VARIABLE) or None,
+        cors_origins=chosen.cors_origin,
+        media_dir=None if chosen.media_dir is None else chosen.media_dir.resolve(),
+        metrics_prefix=chosen.metrics_prefix,
         drain_s=chosen.drain_s,
     )
     num_gpus = float(_has_gpu()) if chosen.gpus_per_replica is None else chosen.gpus_per_replica
     return build_app(
-        partial(load_pipeline, chosen.model),
+        partial(load, _place(chosen.model), _place(chosen.decoder_model)),
         settings,
         min_replicas=chosen.min_replicas,
         max_replicas=chosen.max_replicas,
         target_wait_s=chosen.target_wait_s,
         ray_actor_options={"num_cpus": chosen.cpus_per_replica, "num_gpus": num_gpus},
+        allow_unauthenticated=chosen.allow_unauthenticated,
     )
+
+
+def _place(model: str | None) -> str | None:
+    """A folder's full path, since replicas may work in another folder than this one; a repository's name as it is."""
+    return str(Path(model).resolve()) if model is not None and Path(model).exists() else model
 
 
 def _has_gpu() -> bool:
@@ -241,6 +298,7 @@ def build_app(
     max_replicas: int | None = None,
     target_wait_s: float = 30.0,
     ray_actor_options: Mapping[str, Any] | None = None,
+    allow_unauthenticated: bool = False,
 ) -> serve.Application:
     """The Ray Serve application of any pipeline.
 
@@ -250,10 +308,11 @@ def build_app(
         min_replicas, max_replicas: So many engines, autoscaled between the two where they differ.
         target_wait_s: Predicted seconds of work per engine that more of them are started above.
         ray_actor_options: What Ray gives each engine, such as `{"num_gpus": 1}`.
+        allow_unauthenticated: Start without an API key even where other machines reach Ray Serve's HTTP proxy.
     """
     max_replicas = min_replicas if max_replicas is None else max_replicas
     if max_replicas < min_replicas:
-        raise ValueError(f"max_replicas={max_replicas} is less than min_replicas={min_replicas}")
+        raise ConfigError(f"max_replicas={max_replicas} is less than min_replicas={min_replicas}")
     number: dict[str, Any] = {"num_replicas": min_replicas}
     if max_replicas > min_replicas:
         policy = AutoscalingPolicy(policy_function=PredictedWaitPolicy, policy_kwargs={"target_wait_s": target_wait_s})
@@ -274,7 +333,7 @@ def build_app(
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=settings.drain_s,
     )(GatewayDeployment)
-    bound: serve.Application = gateway.bind(engines.bind(make_pipe, settings), settings)
+    bound: serve.Application = gateway.bind(engines.bind(make_pipe, settings), settings, allow_unauthenticated)
     return bound
 
 
@@ -287,12 +346,11 @@ def router_config() -> RequestRouterConfig:
     return RequestRouterConfig(**options)  # its constructor pickles the class, which validating would not
 
 
-def load_pipeline(model: str | None) -> ContinuousBatchingPipeline:
+def load(model: str | None, decoder_model: str | None) -> ContinuousBatchingPipeline:
     """The pipeline of a folder or repository, or of the embedded model, on the device that Ray gave this process."""
-    from diffusers_continuous import ContinuousBatchingPipeline, embedded_model_path
-    from diffusers_continuous.devices import best_device, default_dtype
+    from diffusers_continuous.loading import load_decoder, load_pipeline
 
-    device, source = best_device(), model or str(embedded_model_path())
-    pipe = ContinuousBatchingPipeline.from_pretrained(source, dtype=default_dtype(device)).to(device)
-    pipe.set_progress_bar_config(disable=True)
+    pipe = load_pipeline(model)
+    if decoder_model is not None:
+        pipe.decoder = load_decoder(decoder_model)
     return pipe

@@ -6,11 +6,14 @@ import ipaddress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from diffusers_continuous.config import ContinuousBatchingConfig
+from diffusers_continuous.config import ContinuousBatchingConfig, check_known
 from diffusers_continuous.errors import ConfigError
 
 # A server that lets everybody wait for ever serves nobody: this many rows may.
 MAX_QUEUE_SIZE = 256
+METRICS_PREFIXES = ("diffusers_continuous", "vllm_omni")
+# The clients' key, where other users of the machine do not see it.
+API_KEY_VARIABLE = "DIFFUSERS_CONTINUOUS_API_KEY"
 # What the pipeline's call takes by default.
 DEFAULT_STEPS = 50
 DEFAULT_TRUE_CFG_SCALE = 4.0
@@ -30,7 +33,7 @@ class ServingSettings:
         api_key: What clients send as `Authorization: Bearer ...`; None lets everybody in.
         cors_origins: Web origins whose pages may call the server; `"*"` is all of them.
         media_dir: Folder for pictures that clients get as URLs; without it they get base64 only.
-        metrics_prefix: What the names of the metrics start with, before a colon.
+        metrics_prefix: What the names of the metrics start with, before a colon: one of `METRICS_PREFIXES`.
         drain_s: Seconds that accepted requests get to finish once the server was told to stop.
     """
 
@@ -45,7 +48,7 @@ class ServingSettings:
     api_key: str | None = field(default=None, repr=False)
     cors_origins: tuple[str, ...] = ()
     media_dir: Path | None = None
-    metrics_prefix: str = "diffusers_continuous"
+    metrics_prefix: str = METRICS_PREFIXES[0]
     drain_s: float = 30.0
 
     def __post_init__(self) -> None:
@@ -53,6 +56,7 @@ class ServingSettings:
             value = getattr(self, name)
             if not value >= least:
                 raise ConfigError(f"{name}={value!r} must be at least {least}")
+        check_known("metrics_prefix", self.metrics_prefix, METRICS_PREFIXES)
         if not self.model_names or not all(self.model_names):
             raise ConfigError("model_names must have at least one name, and none may be empty")
         if self.api_key == "":

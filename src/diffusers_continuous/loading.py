@@ -1,4 +1,4 @@
-"""Loads the pipeline that a command runs, on the best device of this machine."""
+"""Loads the pipeline that a command or a server runs, on the best device of this process."""
 
 from __future__ import annotations
 
