@@ -630,7 +630,8 @@ def load(model: str | None, pid: str | None) -> ContinuousBatchingPipeline:
     """The pipeline of a folder or hub repository with that PiDDecoder; embedded ones where None is given.
 
     Raises:
-        OSError, ValueError: when one of them cannot be loaded.
+        OSError: names what cannot be loaded, and why.
+        ValueError: the decoder is none for this model.
     """
     pipe = load_pipeline(model)
     if pid is not None or model is None:
@@ -655,7 +656,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         pipe = load(model, pid)
     except (OSError, ValueError) as error:
-        print(f"error: MODEL_ID={model!r}, PID_ID={pid!r} cannot be loaded: {error}", file=sys.stderr)
+        print(f"error: MODEL_ID={model!r}, PID_ID={pid!r}: {error}", file=sys.stderr)
         return 1
     with tempfile.TemporaryDirectory(prefix="space-") as folder:
         serve(Space(pipe, Path(folder)), options.host, options.port)

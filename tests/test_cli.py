@@ -121,7 +121,14 @@ def test_a_line_that_is_not_json_is_named(capsys, tmp_path):
 
 def test_a_model_that_is_not_there_is_named(capsys, tmp_path):
     assert generate(STAR, "--model", tmp_path / "no-model", "--output", tmp_path / "out") == 1
-    assert "no-model" in capsys.readouterr().err
+    assert "no-model' cannot be loaded" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["serve"], ["generate", STAR]])
+def test_a_decoder_that_is_not_there_is_named(command, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main([*command, "--decoder-model", "./no-decoder"]) == 1
+    assert "no-decoder' cannot be loaded" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["generate", "x", "--size", "5x5"]])

@@ -26,7 +26,7 @@ import httpx
 import pytest
 from ray.exceptions import ActorDiedError
 
-from diffusers_continuous import ContinuousBatchingConfig, PiDDecoder, embedded_decoder_path
+from diffusers_continuous import ContinuousBatchingConfig
 from diffusers_continuous.errors import ConfigError
 from diffusers_continuous.serving import ServingSettings, ray_app
 from diffusers_continuous.serving.ray_app import app, router_config
@@ -581,11 +581,6 @@ def test_serve_run_starts_from_the_plain_servers_defaults(monkeypatch):
     monkeypatch.setattr(ray_app, "build_app", lambda _, own, **options: settings.append(own))
     app({})
     assert settings == [serve._settings(serve._parser().parse_all([]))]
-
-
-def test_a_replica_loads_the_decoder_that_was_named():
-    assert isinstance(ray_app.load(None, str(embedded_decoder_path())).decoder, PiDDecoder)
-    assert ray_app.load(None, None).decoder is None
 
 
 @pytest.mark.parametrize(

@@ -16,41 +16,55 @@ if TYPE_CHECKING:
 EMBEDDED_MODEL = "the embedded model"
 
 
-def load_pipeline(model: str | None) -> ContinuousBatchingPipeline:
+def load_pipeline(model: str | None, decoder: str | None = None) -> ContinuousBatchingPipeline:
     """The pipeline of a folder or hub repository, or of the embedded model, without bars of its own.
 
-    It is in bfloat16 on an accelerator and in float32 on a CPU.
+    It is in bfloat16 on an accelerator and in float32 on a CPU. With `decoder`, it has that PiDDecoder in place of its
+    own.
 
-    Raises `OSError` or `ValueError` when there is no such model.
+    Raises:
+        OSError: names what cannot be loaded, and why.
+        ValueError: the decoder is none for this model.
     """
-    from diffusers_continuous import ContinuousBatchingPipeline
+    from diffusers_continuous import ContinuousBatchingPipeline, embedded_model_path
 
-    return cast("ContinuousBatchingPipeline", _load(ContinuousBatchingPipeline, model))
+    source = str(embedded_model_path()) if model is None else model
+    pipe = cast("ContinuousBatchingPipeline", _load(ContinuousBatchingPipeline, source))
+    if decoder is not None:
+        pipe.decoder = load_decoder(decoder)
+    return pipe
 
 
 def load_decoder(decoder: str | None) -> PiDDecoder:
-    """The PiDDecoder of a folder or hub repository, or the embedded one; `OSError` or `ValueError` if there is none."""
+    """The PiDDecoder of a folder or hub repository, or the embedded one.
+
+    Raises:
+        OSError: names what cannot be loaded, and why.
+    """
     from diffusers_continuous import embedded_decoder_path
     from diffusers_continuous.pid import PiDDecoder
 
-    return cast("PiDDecoder", _load(PiDDecoder, embedded_decoder_path() if decoder is None else decoder))
+    return cast("PiDDecoder", _load(PiDDecoder, str(embedded_decoder_path()) if decoder is None else decoder))
 
 
 def load_stock_pipeline(model: str | None) -> QwenImagePipeline:
     """Diffusers' own pipeline of the same model, with its own copy of the weights."""
     from diffusers import QwenImagePipeline
 
-    return cast("QwenImagePipeline", _load(QwenImagePipeline, model))
-
-
-def _load(pipeline_class: Any, model: str | None) -> Any:
     from diffusers_continuous import embedded_model_path
+
+    return cast("QwenImagePipeline", _load(QwenImagePipeline, str(embedded_model_path()) if model is None else model))
+
+
+def _load(pipeline_class: Any, source: str) -> Any:
     from diffusers_continuous.devices import best_device, default_dtype
 
     device = best_device()
-    source = str(embedded_model_path()) if model is None else model
-    with _no_loading_bars():
-        pipe = pipeline_class.from_pretrained(source, dtype=default_dtype(device)).to(device)
+    try:
+        with _no_loading_bars():
+            pipe = pipeline_class.from_pretrained(source, dtype=default_dtype(device)).to(device)
+    except (OSError, ValueError) as error:
+        raise OSError(f"{source!r} cannot be loaded: {error}") from error
     pipe.set_progress_bar_config(disable=True)
     return pipe
 

@@ -198,20 +198,19 @@ def _model_name(model: str | None) -> str:
 def _draw_all(jobs: list[Job], options: argparse.Namespace) -> int:
     from tqdm import tqdm
 
-    from diffusers_continuous import ContinuousBatchingConfig
+    from diffusers_continuous import ContinuousBatchingConfig, embedded_decoder_path
 
-    from ..loading import EMBEDDED_MODEL, load_decoder, load_pipeline
+    from ..loading import EMBEDDED_MODEL, load_pipeline
 
     print(f"loading {options.model or EMBEDDED_MODEL}", file=sys.stderr)
     wants_pid = any(job.row.decoder == "pid" for job in jobs)
-    what = f"model {options.model!r}"
+    decoder = options.decoder_model
+    if decoder is None and options.model is None and wants_pid:
+        decoder = str(embedded_decoder_path())
     try:
-        pipe = load_pipeline(options.model)
-        if options.decoder_model is not None or (options.model is None and wants_pid):
-            what = f"decoder {options.decoder_model or EMBEDDED_MODEL!r}"
-            pipe.decoder = load_decoder(options.decoder_model)
+        pipe = load_pipeline(options.model, decoder)
     except (OSError, ValueError) as error:
-        print(f"error: {what} cannot be loaded: {error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 1
     if wants_pid and pipe.decoder is None:
         print(f"error: {options.model} has no PiDDecoder; name one with --decoder-model", file=sys.stderr)

@@ -7,14 +7,19 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from ..serving.settings import API_KEY_VARIABLE, MAX_QUEUE_SIZE, METRICS_PREFIXES, ServingSettings
+from ..config import ContinuousBatchingConfig
+from ..loading import EMBEDDED_MODEL, load_pipeline
+from ..serving.settings import (
+    API_KEY_VARIABLE,
+    MAX_QUEUE_SIZE,
+    METRICS_PREFIXES,
+    ServingSettings,
+    is_loopback,
+    names_of,
+)
 from . import arguments
 from .arguments import ArgumentParser, choice_reader, integer_reader, option_type
-
-if TYPE_CHECKING:
-    from diffusers_continuous import ContinuousBatchingPipeline
 
 DESCRIPTION = """\
 Serves one pipeline to many clients at once: POST /v1/images/generations as OpenAI's clients send it, GET /v1/models,
@@ -39,10 +44,11 @@ def main(argv: Sequence[str]) -> int:
         settings = _settings(options)
     except ValueError as error:
         parser.error(str(error))
+    print(f"loading {options.model or EMBEDDED_MODEL}", file=sys.stderr)
     try:
-        pipe = _load(options)
+        pipe = load_pipeline(options.model, options.decoder_model)
     except (OSError, ValueError) as error:
-        print(f"error: {options.model or 'the embedded model'} cannot be loaded: {error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 1
     server = Server(create_app(lambda: pipe, settings), options.host, options.port)
     server.run()
@@ -107,7 +113,7 @@ def _parser() -> ArgumentParser:
     add(
         "--max-batch",
         type=option_type(arguments.read_max_batch),
-        default=32,
+        default=ContinuousBatchingConfig.max_requests_per_batch,
         metavar="N",
         help="most pictures in one forward (default: %(default)s)",
     )
@@ -137,9 +143,6 @@ def _parser() -> ArgumentParser:
 
 
 def _settings(options: argparse.Namespace) -> ServingSettings:
-    from diffusers_continuous import ContinuousBatchingConfig
-    from diffusers_continuous.serving.settings import is_loopback, names_of
-
     if not is_loopback(options.host) and options.api_key is None and not options.allow_unauthenticated:
         raise ValueError(
             f"--host {options.host} lets other machines in: set --api-key or {API_KEY_VARIABLE}, "
@@ -160,13 +163,3 @@ def _settings(options: argparse.Namespace) -> ServingSettings:
         metrics_prefix=options.metrics_prefix,
         drain_s=options.drain_s,
     )
-
-
-def _load(options: argparse.Namespace) -> ContinuousBatchingPipeline:
-    from ..loading import EMBEDDED_MODEL, load_decoder, load_pipeline
-
-    print(f"loading {options.model or EMBEDDED_MODEL}", file=sys.stderr)
-    pipe = load_pipeline(options.model)
-    if options.decoder_model is not None:
-        pipe.decoder = load_decoder(options.decoder_model)
-    return pipe

@@ -27,6 +27,7 @@ from starlette.types import Message, Scope
 
 from diffusers_continuous.config import ContinuousBatchingConfig, check_known
 from diffusers_continuous.errors import ConfigError
+from diffusers_continuous.loading import load_pipeline
 
 from .errors import ApiError
 from .middleware import LimitBody
@@ -267,7 +268,7 @@ def app(options: Mapping[str, Any]) -> serve.Application:
     )
     num_gpus = float(_has_gpu()) if chosen.gpus_per_replica is None else chosen.gpus_per_replica
     return build_app(
-        partial(load, _place(chosen.model), _place(chosen.decoder_model)),
+        partial(load_pipeline, _place(chosen.model), _place(chosen.decoder_model)),
         settings,
         min_replicas=chosen.min_replicas,
         max_replicas=chosen.max_replicas,
@@ -344,13 +345,3 @@ def router_config() -> RequestRouterConfig:
         "request_routing_stats_period_s": ROUTING_PERIOD_S,
     }
     return RequestRouterConfig(**options)  # its constructor pickles the class, which validating would not
-
-
-def load(model: str | None, decoder_model: str | None) -> ContinuousBatchingPipeline:
-    """The pipeline of a folder or repository, or of the embedded model, on the device that Ray gave this process."""
-    from diffusers_continuous.loading import load_decoder, load_pipeline
-
-    pipe = load_pipeline(model)
-    if decoder_model is not None:
-        pipe.decoder = load_decoder(decoder_model)
-    return pipe
