@@ -22,6 +22,8 @@ from diffusers_continuous import ConfigError, ContinuousBatchingConfig, resolve_
         ({"max_batch_tokens": 2.5}, "max_batch_tokens=2.5"),
         ({"max_queue_size": -1}, "max_queue_size=-1 .* at least 0"),
         ({"max_phase_s": float("nan")}, "max_phase_s=nan"),
+        ({"slo_scale": 10**400}, "slo_scale=10+ must be a finite number"),
+        ({"cpu_offload_space": 10**400}, "cpu_offload_space=10+ must be a finite number"),
         ({"max_rows": 3}, "option='max_rows' is not known"),
     ],
 )

@@ -68,7 +68,9 @@ def test_a_full_queue_says_how_long_it_will_be_full(make_pipe, calibration):
         engine.add_request(prompt="a star", **SHORT)
 
 
-@pytest.mark.parametrize("deadline_s", [0, -1.0, float("inf"), float("nan"), True, "soon"])
+@pytest.mark.parametrize(
+    "deadline_s", [0, -1.0, float("inf"), float("nan"), pytest.param(10**400, id="huge"), True, "soon"]
+)
 def test_a_deadline_is_a_positive_number_of_seconds(pipe, deadline_s):
     with pytest.raises(RequestError, match="deadline_s="):
         pipe("a star", deadline_s=deadline_s, **SHORT)

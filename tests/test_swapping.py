@@ -11,7 +11,7 @@ import torch
 from diffusers import UniPCMultistepScheduler
 
 from conftest import assert_latents_equal, assert_pictures_equal, generator
-from diffusers_continuous import ContinuousBatchingPipeline, RequestError, StepFailedError
+from diffusers_continuous import ConfigError, ContinuousBatchingPipeline, RequestError, StepFailedError
 from diffusers_continuous.batch import InputBatch
 from diffusers_continuous.engine import DiffusionEngine
 from diffusers_continuous.memory.budget import LEAST_BYTES
@@ -192,6 +192,30 @@ def test_a_picture_larger_than_the_pool_is_refused_with_the_numbers(make_pipe):
     with pytest.raises(RequestError, match=f"needs {needed} pages and num_blocks={needed - 1}"):
         submit(pipe, height=96, width=96, **call)
     finish(engine, submit(pipe, height=32, width=32, **call))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"num_blocks": 10**15}, f"num_blocks={10**15} of page_size=65536 bytes are more than the .* bytes of cpu"),
+        ({"num_blocks": 2**40, "page_size": 2**70}, f"num_blocks={2**40} of page_size={2**70} bytes are more than"),
+        ({"page_size": 2**70}, f"page_size={2**70}: not one page"),
+    ],
+)
+def test_a_pool_larger_than_the_machine_is_refused_with_the_numbers(make_pipe, options, text):
+    with pytest.raises(ConfigError, match=text):
+        make_pipe(**options)
+
+
+@pytest.mark.parametrize("cpu_offload_space", [1e12, 1e308])
+def test_host_memory_beyond_the_machines_is_not_asked_for(make_pipe, cpu_offload_space):
+    pipe = make_pipe()
+    call = {"prompt": "a ring", "output_type": "latent", **SMALL}
+    engine = small_pool(pipe, blocks_of(pipe, **call), cpu_offload_space=cpu_offload_space)
+    long = submit(pipe, deadline_s=FAR, **call)
+    step_until(engine, lambda: long.step == 1)
+    finish(engine, long, submit(pipe, deadline_s=NEAR, **call))
+    assert engine.stats().swapped_out_bytes > 0
 
 
 def test_a_cancelled_request_gives_its_pages_back_wherever_they_are(make_pipe):

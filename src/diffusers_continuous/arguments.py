@@ -198,14 +198,18 @@ def _whole(name: str, value: Any, least: int | None = None, most: int | None = N
     if number is not None and is_whole and (least is None or number >= least) and (most is None or number <= most):
         return number
     span = "" if least is None else f" of at least {least}" if most is None else f" from {least} to {most}"
-    raise RequestError(f"{name}={value!r} must be a whole number{span}")
+    raise RequestError(f"{name}={_shorten(value)} must be a whole number{span}")
 
 
 def _finite(name: str, value: Any) -> float:
     """The value as a Python float."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
-        raise RequestError(f"{name}={value!r} must be a finite number")
-    return float(value)
+    try:
+        number = math.nan if isinstance(value, bool) or not isinstance(value, numbers.Real) else float(value)
+    except OverflowError:  # a whole number that no float can hold
+        number = math.inf
+    if not math.isfinite(number):
+        raise RequestError(f"{name}={_shorten(value)} must be a finite number")
+    return number
 
 
 def _check_sigmas(sigmas: Any) -> Any:

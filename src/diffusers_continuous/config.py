@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import os
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -58,8 +59,8 @@ class ContinuousBatchingConfig:
         num_blocks: Pages of that pool. None makes it as large as `max_memory_percent` says.
         max_memory_percent: Part, from 0 to 1, that the pool gets of the device's memory that stays free beside the
             largest step; on a CPU part of the machine's memory, at most 4 GiB, which are only taken as they are used.
-        cpu_offload_space: GiB of host memory for paused requests when the pool is full; 0 switches that off, and
-            newcomers wait.
+        cpu_offload_space: GiB of host memory for paused requests when the pool is full, at most what the machine has;
+            0 switches that off, and newcomers wait.
         max_decode_bytes: Most bytes that one step of a decoder of several steps (PiD) may need beside its weights; a
             larger one is done in chunks of patches. 0 means no limit.
         max_phase_s: With `enable_model_cpu_offload` only: longest time in seconds that a finished picture or a new
@@ -109,15 +110,15 @@ class ContinuousBatchingConfig:
             raise ConfigError(f"compile={self.compile!r} must be True or False")
         if self.page_size % 16:
             raise ConfigError(f"page_size={self.page_size!r} must be a multiple of 16")
-        if not isinstance(self.max_memory_percent, int | float) or not 0 < self.max_memory_percent <= 1:
+        if not _is_number(self.max_memory_percent) or not 0 < self.max_memory_percent <= 1:
             raise ConfigError(f"max_memory_percent={self.max_memory_percent!r} must be a number above 0, at most 1")
-        if not isinstance(self.cpu_offload_space, int | float) or not 0 <= self.cpu_offload_space < math.inf:
+        if not _is_number(self.cpu_offload_space) or not 0 <= self.cpu_offload_space < math.inf:
             raise ConfigError(f"cpu_offload_space={self.cpu_offload_space!r} must be a finite number of GiB, 0 or more")
-        if not isinstance(self.max_phase_s, int | float) or not self.max_phase_s > 0:
+        if not _is_number(self.max_phase_s) or not self.max_phase_s > 0:
             raise ConfigError(f"max_phase_s={self.max_phase_s!r} must be a number of seconds above 0")
-        if not isinstance(self.step_cache_threshold, int | float) or not 0 <= self.step_cache_threshold < 1:
+        if not _is_number(self.step_cache_threshold) or not 0 <= self.step_cache_threshold < 1:
             raise ConfigError(f"step_cache_threshold={self.step_cache_threshold!r} must be a number from 0 to below 1")
-        if not isinstance(self.slo_scale, int | float) or not 0 < self.slo_scale < math.inf:
+        if not _is_number(self.slo_scale) or not 0 < self.slo_scale < math.inf:
             raise ConfigError(f"slo_scale={self.slo_scale!r} must be a finite number above 0")
         steps = self.steps_per_chunk
         if steps != "auto" and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
@@ -135,6 +136,11 @@ class ContinuousBatchingConfig:
                 raise ConfigError("step_cache_threshold decides in each process for itself; set it to 0 with parallel")
             if self.compile:
                 raise ConfigError("compile=True cannot be used with parallel: compiled blocks need whole weights")
+
+
+def _is_number(value: object) -> bool:
+    """True for what can be counted with: not for a whole number that no float can hold."""
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) <= sys.float_info.max)
 
 
 def _check_parallel(parallel: object) -> None:

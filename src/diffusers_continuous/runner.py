@@ -22,7 +22,7 @@ from .cost_model import kind_of
 from .cpu_threads import release_helpers
 from .errors import EngineStoppedError, StepFailedError, UnsupportedModelError
 from .memory.block_pool import BlockPool, Move, PageLedger
-from .memory.budget import LEAST_BYTES, is_out_of_memory, pool_bytes
+from .memory.budget import LEAST_BYTES, check_pool, host_bytes, is_out_of_memory, pool_bytes
 from .memory.host_swap import HostSwap
 from .memory.row_state import RowMover, keep_texts
 from .metrics import StatsRecorder
@@ -169,6 +169,7 @@ class DiffusionModelRunner:
             caches = self._model.step_cache_bytes(config.max_batch_tokens) if config.step_cache_threshold else 0
             num_bytes = pool_bytes(self._device, config.max_memory_percent, self.warm_up, caches)
             num_blocks = num_bytes // config.page_size
+        check_pool(self._device, config.page_size, num_blocks)
         return self._swap_of(num_blocks)
 
     def _make_swap_or_least(self) -> HostSwap:
@@ -182,7 +183,7 @@ class DiffusionModelRunner:
 
     def _swap_of(self, num_blocks: int) -> HostSwap:
         page_size = self._config.page_size
-        num_host_blocks = int(self._config.cpu_offload_space * 2**30) // page_size
+        num_host_blocks = host_bytes(self._config.cpu_offload_space) // page_size
         return HostSwap(page_size, self._device, num_blocks, num_host_blocks)
 
     def warm_up(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from ..devices import empty_cache, is_host, memory_info, peak_bytes
-from ..errors import EngineStoppedError
+from ..errors import ConfigError, EngineStoppedError
 
 # Most of a CPU's pool, and all of it where the machine does not tell how much memory it has. Address space beyond what
 # the machine has, though nothing is in it, would make `fork` fail.
@@ -36,6 +36,27 @@ def pool_bytes(
     empty_cache(device)
     free, _ = memory_info(device)
     return _part(max_memory_percent, free - needed - reserved_bytes)
+
+
+def check_pool(device: torch.device, page_size: int, num_blocks: int) -> None:
+    """Refuse a pool of no pages, and one that is larger than its device.
+
+    Raises:
+        ConfigError: with the numbers.
+    """
+    if num_blocks < 1:
+        raise ConfigError(f"page_size={page_size}: not one page of so many bytes fits into the pool")
+    _, total = memory_info(device)
+    if total and num_blocks * page_size > total:
+        raise ConfigError(
+            f"num_blocks={num_blocks} of page_size={page_size} bytes are more than the {total} bytes of {device}"
+        )
+
+
+def host_bytes(cpu_offload_space: float) -> int:
+    """Bytes of so many GiB of host memory; no more than the machine has, since asking for more gives none at all."""
+    _, total = memory_info(torch.device("cpu"))
+    return int(min(cpu_offload_space * 2**30, total or CPU_BYTES))
 
 
 def is_out_of_memory(error: BaseException) -> bool:
