@@ -254,6 +254,17 @@ def test_position_and_eta_follow_the_policy():
     assert machine.ended == pytest.approx(etas)
 
 
+@pytest.mark.parametrize("policy", ["fcfs", "edf", "least_slack", "slo"])
+def test_an_eta_can_be_asked_for_inside_a_callback(policy):
+    machine = Machine(policy)
+    called, other = machine.add("a", 4, callback=object()), machine.add("b", 4, deadline_s=100.0)
+    machine.run(1)
+    called.is_in_callback = True
+    etas = [machine.scheduler.eta(state, machine.now) for state in (called, other)]
+    assert etas == [4 * STEP_S, 8 * STEP_S]
+    assert machine.scheduler.backlog_s(machine.now) == 7 * STEP_S
+
+
 def test_a_long_queue_is_foreseen_without_following_every_step_of_it():
     machine = Machine("fcfs", rows=4, curve=SHARED)
     states = [machine.add(str(index), 10) for index in range(400)]

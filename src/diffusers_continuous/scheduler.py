@@ -561,8 +561,10 @@ class StepScheduler:
         for row in self.decoding:
             now += row.remaining_ms / 1e3
             yield row, now
+        called = [row for row in self.running if row.request.is_in_callback]  # which may be back at any moment
         order = self._in_order(self._movable(), now) if self._policy.is_preemptive else (*self.running, *self.waiting)
-        queue = [row for row in order if row.stage is not Stage.DECODE and row is row.gang[0]]
+        rows = dict.fromkeys((*called, *order))
+        queue = [row for row in rows if row.stage is not Stage.DECODE and row is row.gang[0]]
         steps_left = {row: row.num_steps - row.step for row in queue}
         pace = 1.0
         for _ in range(MAX_FORESEEN):
