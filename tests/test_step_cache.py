@@ -107,6 +107,33 @@ def test_what_is_kept_goes_first_when_memory_runs_out(make_pipe):
     assert engine.stats().max_batch_tokens == engine.scheduler.config.max_batch_tokens
 
 
+@pytest.mark.parametrize("verb", ["prepare_encode", "post_decode"])
+def test_what_others_keep_goes_before_a_row_fails_for_want_of_memory(make_pipe, verb):
+    pipe = make_pipe(step_cache_threshold=THRESHOLD, scheduler_type="fcfs")
+    engine = pipe._engine
+    call = {**arguments(CALLS[3], 0), "generator": None, "output_type": "pil"}
+    long = pipe._make_request(**{**call, "num_inference_steps": 8}, seed=1)
+    engine.submit(long)
+    while long.step < 4:
+        engine._step()
+    work, was_in_the_way = getattr(engine.runner._model, verb), []
+
+    def no_room_beside_caches(rows: Any) -> None:
+        was_in_the_way.append(any(cache.num_bytes for cache in long.rows[0].step_cache.values()))
+        if was_in_the_way[-1]:
+            raise torch.OutOfMemoryError("no room")
+        work(rows)
+
+    setattr(engine.runner._model, verb, no_room_beside_caches)
+    short = pipe._make_request(**{**call, "prompt": "a new prompt", "num_inference_steps": 2}, seed=2)
+    engine.submit(short)
+    while not (long.status.is_ending and short.status.is_ending):
+        engine._step()
+    assert (long.error, short.error) == (None, None)
+    assert was_in_the_way[:2] == [True, False]
+    assert engine.stats().num_batch_retries > 0
+
+
 @pytest.mark.parametrize("until", ["_step_cache", "denoise_step"])  # before or after the caches are filled
 def test_a_batch_that_is_too_large_even_without_what_is_kept_is_split(make_pipe, until):
     pipe = make_pipe(step_cache_threshold=THRESHOLD)

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -69,6 +70,7 @@ class DiffusionModelRunner:
         self._compositions: dict[float, Composition] = {}  # by LoRA scale: such rows share a forward
         self._timings: list[Timing] = []
         self._token_limit: int | None = None
+        self._cached: weakref.WeakSet[Row] = weakref.WeakSet()  # who may keep step caches
         self._compile()
         self._mover = RowMover(self._make_swap(), self._prepare)
 
@@ -255,6 +257,8 @@ class DiffusionModelRunner:
             self._model.prepare_denoise([row for row in part if row.step == 0])
             for row in part:
                 keep_texts(row)
+            if self._config.step_cache_threshold:
+                self._cached.update(part)
             predictions.update(zip(part, self._forward(part), strict=True))
 
         self._isolating(Stage.DENOISE, rows, forward, errors)
@@ -307,7 +311,7 @@ class DiffusionModelRunner:
         self, stage: Stage, rows: Sequence[Row], work: Callable[[Sequence[Row]], None], errors: Errors
     ) -> None:
         """Run `work(rows)`; when it fails, run parts of it, down to the row that fails by itself."""
-        had_step_caches = any(map(_keeps_step_caches, rows))
+        had_step_caches = any(map(_keeps_step_caches, self._cached))
         try:
             work(rows)
         except EngineStoppedError:
@@ -329,8 +333,9 @@ class DiffusionModelRunner:
 
     def _make_room(self, stage: Stage, rows: Sequence[Row], had_step_caches: bool) -> int:
         """Throw away what can be; how many of the rows may be tried together then: all, if that has helped."""
-        for row in rows:
-            row.step_cache.clear()  # also where the step that failed has filled it
+        for row in self._cached:
+            row.step_cache.clear()  # everybody's, also where the step that failed has filled it
+        self._cached.clear()
         if had_step_caches:
             return len(rows)
         part = (len(rows) + 1) // 2
