@@ -22,6 +22,7 @@ from diffusers_continuous import (
     StepFailedError,
     StepScheduler,
     embedded,
+    runner,
 )
 
 SMALL = {"height": 64, "width": 64, "num_inference_steps": 3, "true_cfg_scale": 1.0, "output_type": "latent"}
@@ -286,6 +287,42 @@ def test_out_of_memory_splits_the_batch_and_everybody_finishes(pipe, stock):
     assert sizes[:6] == [5, 3, 2, 1, 2, 2]  # what was too much is not tried again
     assert engine.stats().num_batch_retries > 0
     assert engine.stats().max_batch_tokens < engine.stats().recent_steps[1].num_tokens
+
+
+def test_without_memory_for_a_preview_there_is_none(pipe, monkeypatch):
+    engine = pipe.init_continuous_batching()
+
+    def no_room(row):
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(engine.runner._model, "moment", no_room)
+    outputs = list(pipe.stream("a ring", **SMALL))
+    assert [output.preview for output in outputs] == [None] * len(outputs)
+    assert outputs[-1].status is RequestStatus.FINISHED
+    assert engine.fatal_error is None
+
+
+@pytest.mark.parametrize("num_refused", [1, 2])
+def test_a_step_whose_end_ran_out_of_memory_is_looked_at_row_by_row(pipe, stock, monkeypatch, num_refused):
+    engine = pipe.init_continuous_batching()
+    are_finite, refused = runner._are_finite, []
+
+    def small_memory(tensors):
+        if len(refused) < num_refused:
+            refused.append(len(tensors))
+            raise torch.OutOfMemoryError("no room")
+        return are_finite(tensors)
+
+    monkeypatch.setattr(runner, "_are_finite", small_memory)
+    ids = [engine.add_request(prompt="a ring", seed=seed, **SMALL) for seed in range(3)]
+    engine.start()
+    outputs = [engine.get_result(request_id, timeout=60) for request_id in ids]
+    assert refused == [3, 1][:num_refused]
+    good = [seed for seed, output in enumerate(outputs) if output.error is None]
+    assert len(good) == 4 - num_refused  # a row whose own turn is refused fails alone
+    for seed in good:
+        assert_latents_equal(outputs[seed].images, stock("a ring", generator=generator(seed), **SMALL).images)
+    assert engine.fatal_error is None
 
 
 def test_a_row_that_turns_non_finite_fails_alone_with_its_step(pipe, stock):

@@ -197,6 +197,23 @@ def test_a_step_that_ran_out_of_memory_halfway_is_taken_again_from_where_it_was(
         assert (output.images - alone).abs().max() <= MAX_ABS
 
 
+def test_pictures_that_are_done_stay_when_memory_runs_out_behind_their_last_step(make_pipe, monkeypatch):
+    pipe = make_pipe(decoder=make_decoder())
+    engine = pipe.init_continuous_batching()
+    post_decode, sizes = engine.runner._model.post_decode, []
+
+    def full_at_the_end(rows: Any) -> None:
+        post_decode(rows)
+        sizes.append(len(rows))
+        if len(rows) > 1 and all(row.image is not None for row in rows):
+            raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(engine.runner._model, "post_decode", full_at_the_end)
+    result = pipe("a cat", num_images_per_prompt=2, num_inference_steps=2, generator=generator(1), output_type="pt")
+    assert len(result.images) == 2
+    assert sizes[-3:] == [2, 1, 1]
+
+
 def test_what_a_row_kept_goes_when_its_request_ends(make_pipe):
     pipe = make_pipe(decoder=make_decoder())
     call = {"prompt": "a cat", "height": 64, "width": 64, "num_inference_steps": 2}

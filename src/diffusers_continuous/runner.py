@@ -116,9 +116,18 @@ class DiffusionModelRunner:
         """(rows, image tokens, channels) as they stand."""
         return torch.stack([row.latents for row in state.rows])
 
-    def preview_of(self, state: RequestState) -> Callable[[], list[Any]]:
-        """A function that draws what the model expects of every row now; nothing is computed before it is called."""
-        moments = [self._model.moment(row) for row in state.rows if row not in self._mover.lost]
+    def preview_of(self, state: RequestState) -> Callable[[], list[Any]] | None:
+        """A function that draws what the model expects of every row now; nothing is computed before it is called.
+
+        None where there is no memory for a copy of what it needs.
+        """
+        try:
+            moments = [self._model.moment(row) for row in state.rows if row not in self._mover.lost]
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            logger.warning("no preview of request %r: %s", state.request_id, error)
+            return None
 
         def draw() -> list[Any]:
             # Taking turns with the loop would make a preview wait for as long as a step takes.
@@ -245,7 +254,7 @@ class DiffusionModelRunner:
 
     def _decode(self, rows: Sequence[Row]) -> None:
         self._model.post_decode(rows)
-        sums = [row.image.float().sum() for row in rows if row.image is not None]
+        sums = [row.image.sum(dtype=torch.float32) for row in rows if row.image is not None]
         if sums and not bool(torch.isfinite(torch.stack(sums)).all()):
             raise ArithmeticError("the decoded picture has non-finite pixels")
 
@@ -279,6 +288,22 @@ class DiffusionModelRunner:
 
         Latents are looked at after the last step only: of others, the next prediction shows it.
         """
+        try:
+            self._fail_what_is_not_finite(rows, predictions, errors)
+            return
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            if len(rows) == 1:
+                errors[rows[0]] = _failure(rows[0], Stage.DENOISE, str(error), error)
+        if len(rows) > 1:
+            devices.empty_cache(self._device)
+            for row in rows:
+                self._check_finite([row], predictions, errors)
+
+    def _fail_what_is_not_finite(
+        self, rows: Sequence[Row], predictions: dict[Row, torch.Tensor], errors: Errors
+    ) -> None:
         last = [row for row in rows if row.remaining_steps == 0]
         found = [(row, "prediction is", predictions[row]) for row in rows]
         found += [(row, "latents are", row.latents) for row in last]
@@ -370,7 +395,7 @@ def _are_finite(tensors: Sequence[torch.Tensor]) -> list[bool]:
     """Whether each is without NaN and infinity: a sum shows it, and one copy tells for all."""
     if not tensors:
         return []
-    finite: list[bool] = torch.isfinite(torch.stack([tensor.float().sum() for tensor in tensors])).tolist()
+    finite: list[bool] = torch.isfinite(torch.stack([tensor.sum(dtype=torch.float32) for tensor in tensors])).tolist()
     return finite
 
 

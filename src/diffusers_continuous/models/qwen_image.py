@@ -407,6 +407,8 @@ class QwenImageStepModel:
         if decoder is None:
             raise RequestError("the pipeline's PiDDecoder was taken away")
         rows = [row for row in rows if row.image is None]
+        if not rows:
+            return  # they were done when something else failed, and are tried again
         fresh = [row for row in rows if row.decode_state is None]
         if fresh:
             self._begin_pid(decoder, fresh)
