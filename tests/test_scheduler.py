@@ -343,6 +343,22 @@ def test_denoising_waits_for_one_step_of_a_long_decoder_also_when_pictures_go_ou
         assert not run_decoding_step(sched, 1e3).is_empty
 
 
+def test_what_becomes_hopeless_in_the_middle_of_a_long_decoder_fails_there():
+    model = StepCostModel({"encode": Curve(), "denoise": Curve(1e3), "decode": Curve(), "pid": Curve(1e3)})
+    config = ContinuousBatchingConfig(scheduler_type="slo", on_hopeless="fail")
+    sched = StepScheduler(config, cost_model=model)
+    state = decoding_request("slow", "pid")
+    state.params = dataclasses.replace(state.params, deadline_s=6.0)  # of the 5 s that it takes
+    sched.add_request(state)
+    for now in (0.0, 1.0, 2.0):
+        run_decoding_step(sched, now)
+    assert state.rows[0].decode_step == 2
+    assert not sched.schedule(4.0).hopeless  # the last step took twice as long as predicted
+    assert sched.schedule(4.5).hopeless == (state,)
+    assert "would be done 6.5 s after its arrival at the earliest; its deadline is 6.0 s" in str(state.error)
+    assert not sched.has_requests()
+
+
 def test_a_picture_that_is_late_is_decoded_although_others_keep_coming():
     """Its decoder's steps belong to what is late; the oldest of that gets one chunk in so many."""
     model = StepCostModel({"encode": Curve(), "denoise": Curve(1e3), "decode": Curve(), "pid": Curve(1e3)})

@@ -489,7 +489,8 @@ class StepScheduler:
         return ()
 
     def _give_up(self, now: float) -> tuple[RequestState, ...]:
-        active = (*self.waiting, *self.late, *self._movable())
+        decoding = (row for row in self.decoding if _has_long_decode(row))
+        active = (*self.waiting, *self.late, *self._movable(), *decoding)
         late = [row for row in active if self._is_late(row, now) and self.cost_model.knows(row)]
         hopeless = tuple(dict.fromkeys(row.request for row in late))
         for state in hopeless:
