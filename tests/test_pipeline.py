@@ -83,6 +83,7 @@ def test_a_bar_per_call_advances_with_the_steps(make_pipe, capsys):
         ({"prompt": "a", "num_inference_steps": 0}, "num_inference_steps=0 must be a whole number from 1 to 1000"),
         ({"prompt": "a", "num_inference_steps": 1}, "use at least 2 steps"),
         ({"prompt": "a", "num_images_per_prompt": 0}, "num_images_per_prompt=0"),
+        ({"prompt": "a", "num_images_per_prompt": 1001}, "num_images_per_prompt=1001 must be .* from 1 to 1000"),
         ({"prompt": "a", "true_cfg_scale": float("inf")}, "true_cfg_scale=inf"),
         ({"prompt": "a", "true_cfg_scale": "4"}, "true_cfg_scale='4'"),
         ({"prompt": "a", "output_type": "png"}, r"output_type='png' is not known; choose from \['latent'"),

@@ -26,6 +26,7 @@ OUTPUT_TYPES = ("latent", "np", "pil", "pt")
 DECODERS = ("pid", "vae")
 MAX_SEQUENCE_LENGTH = 1024
 MAX_STEPS = 1000
+MAX_IMAGES_PER_PROMPT = 1000  # all of them are noise in memory before the first step
 MAX_PIXELS = 4096 * 4096
 MAX_SEED = 2**62  # row k uses seed + k
 # Rotary positions exist up to here: half of the larger side in 16-pixel tokens, then the text.
@@ -97,7 +98,7 @@ def check_arguments(
     """
     check_pipeline(pipe)
     num_inference_steps = _whole("num_inference_steps", num_inference_steps, 1, MAX_STEPS)
-    num_images_per_prompt = _whole("num_images_per_prompt", num_images_per_prompt, 1)
+    num_images_per_prompt = _whole("num_images_per_prompt", num_images_per_prompt, 1, MAX_IMAGES_PER_PROMPT)
     max_sequence_length = _whole("max_sequence_length", max_sequence_length, 1, MAX_SEQUENCE_LENGTH)
     priority = _whole("priority", priority)
     deadline_s = None if deadline_s is None else _finite("deadline_s", deadline_s)
