@@ -99,6 +99,7 @@ def test_a_bar_per_call_advances_with_the_steps(make_pipe, capsys):
         ({"prompt_embeds": torch.zeros(1, 4, 128).bfloat16()}, "bfloat16, the transformer computes in torch.float32"),
         ({"prompt": "a", "prompt_embeds": torch.zeros(1, 4, 128)}, "and not both"),
         ({"prompt": "a", "sigmas": [1.0, "x"]}, "does not accept these sigmas"),
+        ({"prompt": "a", "sigmas": [1.0, float("nan"), 0.2]}, "`sigmas` has non-finite values"),
         ({"prompt": "a", "attention_kwargs": {"scales": 1.0}}, "only {'scale': number} is known"),
         ({"prompt": "a", "callback_on_step_end_tensor_inputs": ["noise"]}, r"but found \['noise'\]"),
         ({"prompt": "a", "callback_on_step_end": 3}, "not callable"),

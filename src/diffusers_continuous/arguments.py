@@ -220,6 +220,8 @@ def _check_sigmas(sigmas: Any) -> Any:
     sigmas = sigmas.tolist() if isinstance(sigmas, torch.Tensor) else sigmas
     if not hasattr(sigmas, "__len__") or not 0 < len(sigmas) <= MAX_STEPS:
         raise RequestError(f"sigmas={_shorten(sigmas)} must be a sequence of 1 to {MAX_STEPS} numbers")
+    if any(isinstance(sigma, numbers.Real) and not math.isfinite(sigma) for sigma in sigmas):
+        raise RequestError("`sigmas` has non-finite values")
     return sigmas
 
 
