@@ -122,7 +122,10 @@ class ContinuousBatchingMixin:
         config = resolve_config(continuous_batching_config, **options)
         with _lock_of(self):
             if self._engine is not None and not self._engine.is_stopped:
-                raise EngineStoppedError("this pipeline has an engine already; call its stop() before making another")
+                raise EngineStoppedError(
+                    "this pipeline has an engine already: stop() the one that init_continuous_batching() gave you, "
+                    "and make your own before the first call, which starts one"
+                )
             engine = self._make_engine(config)
             self.__dict__["_engine"] = engine
             self.__dict__["_config_of_engine"] = config
