@@ -84,7 +84,7 @@ class RankGroup:
             raise UnsupportedModelError(_NO_CONTEXT_PARALLEL)
         num_ranks = parallel["tp"]
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() != num_ranks:
-            found = dist.get_world_size() if dist.is_available() and dist.is_initialized() else "no"
+            found = dist.get_world_size() if dist.is_available() and dist.is_initialized() else "none"
             raise ConfigError(
                 f"parallel={dict(parallel)!r} needs a process group of {num_ranks} ranks and there is {found}: start "
                 f"the program with `torchrun --nproc-per-node {num_ranks}` and call "
