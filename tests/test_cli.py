@@ -121,7 +121,14 @@ def test_a_line_that_is_not_json_is_named(capsys, tmp_path):
 
 def test_a_model_that_is_not_there_is_named(capsys, tmp_path):
     assert generate(STAR, "--model", tmp_path / "no-model", "--output", tmp_path / "out") == 1
-    assert "no-model' cannot be loaded" in capsys.readouterr().err
+    assert "no-model' cannot be loaded: there is no such folder" in capsys.readouterr().err
+
+
+def test_a_model_or_decoder_that_is_a_file_is_named(capsys, tmp_path):
+    (tmp_path / "model.safetensors").touch()
+    for option in ("--model", "--decoder-model"):
+        assert generate(STAR, option, tmp_path / "model.safetensors", "--output", tmp_path / "out") == 1
+        assert "model.safetensors' cannot be loaded: it is a file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", [["serve"], ["generate", STAR]])

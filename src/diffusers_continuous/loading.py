@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ def load_pipeline(model: str | None, decoder: str | None = None) -> ContinuousBa
         OSError: names what cannot be loaded, and why.
         ValueError: the decoder is none for this model.
     """
+    for folder in (model, decoder):
+        _check_folder(folder)
     from diffusers_continuous import ContinuousBatchingPipeline, embedded_model_path
 
     source = str(embedded_model_path()) if model is None else model
@@ -41,6 +44,7 @@ def load_decoder(decoder: str | None) -> PiDDecoder:
     Raises:
         OSError: names what cannot be loaded, and why.
     """
+    _check_folder(decoder)
     from diffusers_continuous import embedded_decoder_path
     from diffusers_continuous.pid import PiDDecoder
 
@@ -54,6 +58,18 @@ def load_stock_pipeline(model: str | None) -> QwenImagePipeline:
     from diffusers_continuous import embedded_model_path
 
     return cast("QwenImagePipeline", _load(QwenImagePipeline, str(embedded_model_path()) if model is None else model))
+
+
+def _check_folder(source: str | None) -> None:
+    """Refuse a path that leads to no folder, which diffusers would take for the name of a hub repository."""
+    if source is None or Path(source).is_dir():
+        return
+    if Path(source).exists():
+        raise NotADirectoryError(
+            f"{source!r} cannot be loaded: it is a file; name the folder that has model_index.json"
+        )
+    if source.startswith((".", "~")) or Path(source).is_absolute() or len(Path(source).parts) > 2:
+        raise FileNotFoundError(f"{source!r} cannot be loaded: there is no such folder")
 
 
 def _load(pipeline_class: Any, source: str) -> Any:
