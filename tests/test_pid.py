@@ -734,6 +734,12 @@ def test_a_repository_folder_is_searched_and_a_missing_file_named(tmp_path):
     assert conversion.locate_checkpoint(place, checkpoint) == place
 
 
+@pytest.mark.parametrize("source", ["/no/such/folder", "./model", "weights/model.pth"])
+def test_a_path_that_leads_nowhere_is_no_repository(source):
+    with pytest.raises(ConfigError, match=f"'{source}' is not there"):
+        conversion.locate_checkpoint(source, find_checkpoint("flux", "2k"))
+
+
 def test_options_of_no_released_network_are_refused():
     with pytest.raises(ConfigError, match="rope_mode"):
         conversion.convert_config({"rope_mode": "linear"})

@@ -147,7 +147,7 @@ def locate_checkpoint(path_or_repo: str | Path, checkpoint: Checkpoint) -> Path:
     """The official file: `path_or_repo` itself, or in a folder laid out like the repository, or downloaded.
 
     Raises:
-        ConfigError: if a local folder has no such file; names where it was looked for.
+        ConfigError: if a path leads nowhere, or a local folder has no such file; names where it was looked for.
     """
     path = Path(path_or_repo)
     inside = Path("checkpoints", checkpoint.folder, FILE_NAME)
@@ -159,6 +159,8 @@ def locate_checkpoint(path_or_repo: str | Path, checkpoint: Checkpoint) -> Path:
             if place.is_file():
                 return place
         raise ConfigError(f"no checkpoint at {' or '.join(map(str, places))}")
+    if path.is_absolute() or path.suffix in (".pth", ".safetensors") or str(path_or_repo).startswith("."):
+        raise ConfigError(f"{str(path_or_repo)!r} is not there, and is no name of a hub repository")
     from huggingface_hub import hf_hub_download
 
     return Path(hf_hub_download(str(path_or_repo), inside.as_posix()))
