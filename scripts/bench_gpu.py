@@ -21,7 +21,6 @@ import argparse
 import dataclasses
 import itertools
 import json
-import logging
 import os
 import platform
 import statistics
@@ -34,12 +33,13 @@ from typing import Any
 
 import diffusers
 import torch
-import transformers
 from diffusers import AutoencoderKLQwenImage, QwenImagePipeline, QwenImageTransformer2DModel
 
+from benchmarking import quiet_libraries
 from diffusers_continuous import ContinuousBatchingConfig, ContinuousBatchingPipeline, devices, embedded_model_path
 from diffusers_continuous.attention import AttentionTask, available_backends, choose_backend
 from diffusers_continuous.batch import InputBatch
+from diffusers_continuous.cli.workload import rounded
 from diffusers_continuous.config import BATCH_LAYOUTS
 from diffusers_continuous.memory.budget import is_out_of_memory
 
@@ -126,11 +126,7 @@ class Cell:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parse_arguments(argv)
-    diffusers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.set_verbosity_error()
-    logging.getLogger("diffusers_continuous").setLevel(logging.ERROR)
-    diffusers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.disable_progress_bar()
+    quiet_libraries()
     device = torch.device("cpu") if args.tiny else devices.best_device()
     if devices.is_host(device) and not args.tiny:
         print("error: there is no card here; --tiny runs on a CPU", file=sys.stderr)
@@ -512,15 +508,6 @@ def print_cell(cell: Cell, figures: dict[str, Any]) -> None:
         f"{figures['error']:8.1e}{'' if figures['is_right'] else '  WRONG'}",
         flush=True,
     )
-
-
-def rounded(value: Any) -> Any:
-    """Four significant digits: more would be noise."""
-    if isinstance(value, dict):
-        return {key: rounded(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [rounded(item) for item in value]
-    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 if __name__ == "__main__":

@@ -18,30 +18,24 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import random
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import diffusers
 import torch
-import transformers
 
-from bench_offline import machine, rounded
+from benchmarking import machine, peak_bytes, print_machine, quiet_libraries, wait_for_device
 from diffusers_continuous import ContinuousBatchingPipeline, embedded_model_path
 from diffusers_continuous.batch import InputBatch
+from diffusers_continuous.cli.workload import rounded
 from diffusers_continuous.futures import RequestFuture
 from diffusers_continuous.layouts import LAYOUTS, tile_side
 from diffusers_continuous.request import RequestState, Row, SamplingParams, TextEmbeds
-
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
-from pid_memory import PeakBytes
 
 CAPTION, LONG = (8, 60), (5, 400)  # tokens of a text, from and to
 NEGATIVE_TOKENS = 6
@@ -86,14 +80,9 @@ def main() -> int:
     args = _parse_arguments()
     if args.threads:
         torch.set_num_threads(args.threads)
-    diffusers.utils.logging.set_verbosity_error()
-    diffusers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.disable_progress_bar()
-    logging.getLogger("diffusers_continuous").setLevel(logging.ERROR)
+    quiet_libraries()
     where = machine()
-    print(f"machine:  {where['device']}, {where['cpu_cores']} cores, {where['torch_threads']} torch threads")
-    print(f"load:     {where['load_average']:.1f} before the start; 0 would be a machine of our own")
-    print(f"versions: python {where['python']}, torch {where['torch']}, diffusers {where['diffusers']}")
+    print_machine(where)
     print(f"model:    {args.model or 'embedded'} on {args.device}, attention {args.attention_backend}")
     print(f"settings: {args.rows} rows, every second one guided, {args.repeats} rounds\n")
     bench = Bench(args)
@@ -134,6 +123,7 @@ class Bench:
         steps["one by one"] = lambda: [self._step(batch)() for batch in alone] and None
         times = self._times(steps)
         valid = batches["padded"].layout.joint.valid if "padded" in batches else None
+        weights = list(self.pipe.transformer.parameters())
         ms = {name: 1e3 * statistics.median(times[name]) for name in steps}
         return {
             "mix": mix.name,
@@ -144,7 +134,7 @@ class Bench:
             "padding": 0.0 if valid is None else 1 - valid.float().mean().item(),
             "ms": ms,
             "speedup": {name: _median_ratio(times["one by one"], times[name]) for name in batches},
-            "peak_mib": {name: self._peak_bytes(steps[name]) / 2**20 for name in batches},
+            "peak_mib": {name: peak_bytes(steps[name], self.device, weights) / 2**20 for name in batches},
             "auto": auto.layout.name,
             "auto_over_best": max(_median_ratio(times[auto.layout.name], times[name]) for name in batches),
         }
@@ -196,28 +186,13 @@ class Bench:
         names = list(steps)
         for _ in range(self.args.repeats + 1):
             for name in names:
-                self._wait()
+                wait_for_device()
                 start = time.perf_counter()
                 steps[name]()
-                self._wait()
+                wait_for_device()
                 times[name].append(time.perf_counter() - start)
             names.append(names.pop(0))
         return {name: seconds[1:] for name, seconds in times.items()}
-
-    def _wait(self) -> None:
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize()
-
-    def _peak_bytes(self, step: Callable[[], None]) -> int:
-        if self.device.type == "cpu":
-            with PeakBytes(ignored=list(self.pipe.transformer.parameters())) as watch:
-                step()
-            return int(watch.peak)
-        torch.accelerator.reset_peak_memory_stats()
-        before = torch.accelerator.memory_allocated()
-        step()
-        self._wait()
-        return int(torch.accelerator.max_memory_allocated() - before)
 
 
 def _median_ratio(a: list[float], b: list[float]) -> float:

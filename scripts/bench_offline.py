@@ -19,37 +19,32 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
-import gc
 import itertools
 import json
-import logging
-import os
-import platform
 import random
 import resource
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import diffusers
 import numpy as np
 import torch
 import torch.nn.functional as F
-import transformers
 from diffusers import QwenImagePipeline
 
+from benchmarking import machine, print_machine, quiet_libraries, seconds_of
 from diffusers_continuous import ContinuousBatchingConfig, ContinuousBatchingPipeline, embedded_model_path
 from diffusers_continuous.attention import AttentionTask, get_backend
 from diffusers_continuous.batch import InputBatch
+from diffusers_continuous.cli.workload import rounded
 from diffusers_continuous.config import SCHEDULER_TYPES
 from diffusers_continuous.futures import RequestFuture
 from diffusers_continuous.request import RequestState, Row, SamplingParams
 from diffusers_continuous.scheduler import StepScheduler
-from stock_process import BenchRequest, StockProcess
+from stock_process import BenchRequest, StockProcess, decode_with_vae
 
 COLORS = ("red", "green", "blue", "yellow", "purple", "orange", "pink", "white", "black", "gray")
 OBJECTS = ("star", "circle", "square", "triangle", "heart", "ring", "cross", "diamond")
@@ -61,10 +56,7 @@ def main() -> int:
     args = _parse_arguments()
     if args.threads:
         torch.set_num_threads(args.threads)
-    diffusers.utils.logging.set_verbosity_error()
-    diffusers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.disable_progress_bar()
-    logging.getLogger("diffusers_continuous").setLevel(logging.ERROR)
+    quiet_libraries()
     where = machine()
     print_header(args, where)
     bench = Bench(args)
@@ -157,10 +149,10 @@ class Bench:
         """Warms all sides up and compares their pictures."""
         if self.args.compile:
             with self.uncompiled():
-                self.draw_ours([request.call_arguments() for request in self.next_requests()])
+                self.draw_ours([request.arguments() for request in self.next_requests()])
         requests = self.next_requests()
         pictures, _ = self.stock_process.draw(requests)
-        ours = self.draw_ours([request.call_arguments() for request in requests])
+        ours = self.draw_ours([request.arguments() for request in requests])
         return max(
             int(np.abs(np.asarray(a, np.int16) - np.asarray(b, np.int16)).max())
             for a, b in zip(pictures, ours, strict=True)
@@ -185,8 +177,8 @@ class Bench:
             return sum(self.stock_process.draw(requests)[1])
 
         def ours(requests: list[BenchRequest]) -> float:
-            calls = [request.call_arguments() for request in requests]
-            seconds = _seconds(lambda: self.draw_ours(calls))
+            calls = [request.arguments() for request in requests]
+            seconds = seconds_of(lambda: self.draw_ours(calls))
             latencies.extend(output.metrics.latency_s for output in self.last_outputs)
             return seconds
 
@@ -213,9 +205,9 @@ class Bench:
         }
 
     def _uncompiled_s(self, requests: list[BenchRequest]) -> float:
-        calls = [request.call_arguments() for request in requests]
+        calls = [request.arguments() for request in requests]
         with self.uncompiled():
-            return _seconds(lambda: self.draw_ours(calls))
+            return seconds_of(lambda: self.draw_ours(calls))
 
     def measure_denoising(self) -> dict[str, Any]:
         """The steps alone: embeddings go in, latents come out."""
@@ -226,7 +218,7 @@ class Bench:
                 request.latent_arguments({name: self._tensor(value, dtype) for name, value in embeds.items()})
                 for request, embeds in zip(requests, self.stock_process.encode(requests), strict=True)
             ]
-            return _seconds(lambda: self.draw_ours(calls))
+            return seconds_of(lambda: self.draw_ours(calls))
 
         turns = time_turns(self.next_requests, {"stock": self.stock_process.denoise_s, "ours": ours}, self.args.repeats)
         return turns.figures("denoise")
@@ -239,7 +231,7 @@ class Bench:
         """Latents to pixel tensors: `vae.decode` one by one against the engine's stage, rows of one size together."""
 
         def stock(rows: list[Row]) -> float:
-            return _seconds(lambda: [self._decode_stock(row) for row in rows])
+            return seconds_of(lambda: [self._decode_stock(row) for row in rows])
 
         def measure(rows: list[Row], model: Any, make: Callable[..., InputBatch]) -> Turns:
             def decode(rows: list[Row]) -> None:
@@ -248,7 +240,7 @@ class Bench:
                     model.post_decode(list(group))
 
             def ours(rows: list[Row]) -> float:
-                return _seconds(lambda: decode(rows))
+                return seconds_of(lambda: decode(rows))
 
             copies = [copy.copy(row) for row in rows]
             return time_turns(lambda: copies, {"stock": stock, "ours": ours}, max(5, self.args.repeats))
@@ -256,15 +248,7 @@ class Bench:
         return self._in_a_step(self.next_requests(), measure).figures("decode")
 
     def _decode_stock(self, row: Row) -> torch.Tensor:
-        """The lines of the stock pipeline's `__call__` after its last step."""
-        height, width = _row_size(row)
-        vae = self.stock.vae
-        latents = self.stock._unpack_latents(row.latents[None], height, width, self.stock.vae_scale_factor)
-        latents = latents.to(vae.dtype)
-        shape = (1, vae.config.z_dim, 1, 1, 1)
-        mean = torch.tensor(vae.config.latents_mean).view(shape).to(latents.device, latents.dtype)
-        inverse_std = 1.0 / torch.tensor(vae.config.latents_std).view(shape).to(latents.device, latents.dtype)
-        return vae.decode(latents / inverse_std + mean, return_dict=False)[0][:, :, 0]
+        return decode_with_vae(self.stock, row.latents[None], *_row_size(row))
 
     def measure_batch_making(self) -> dict[str, Any]:
         """Making a batch of the same rows again, and of new rows; and the forward over its bare matrix products."""
@@ -283,9 +267,9 @@ class Bench:
 
             def uncompiled(_: Any) -> float:
                 with self.uncompiled():
-                    return _seconds(lambda: model.denoise_step(made))
+                    return seconds_of(lambda: model.denoise_step(made))
 
-            sides = {"ours": lambda _: _seconds(lambda: model.denoise_step(made)), "uncompiled": uncompiled}
+            sides = {"ours": lambda _: seconds_of(lambda: model.denoise_step(made)), "uncompiled": uncompiled}
             return time_turns(lambda: None, sides, 25).ratio("ours", "uncompiled")
 
         again, new = {}, {}
@@ -317,7 +301,7 @@ class Bench:
         InputBatch.make = staticmethod(make)
         try:
             with self.engine.pause():  # so that all are there at its next step
-                calls = [request.call_arguments() | {"output_type": "latent"} for request in requests]
+                calls = [request.arguments() | {"output_type": "latent"} for request in requests]
                 request_ids = [self.engine.add_request(**call) for call in calls]
             errors = [self.engine.get_result(request_id).error for request_id in request_ids]
         finally:
@@ -386,8 +370,8 @@ def _decision_ms(scheduler_type: str, num_waiting: int) -> float:
         scheduler = StepScheduler(ContinuousBatchingConfig(scheduler_type=scheduler_type))
         for index in range(num_waiting):
             scheduler.add_request(_waiting_request(index))
-        admitting.append(_seconds(lambda s=scheduler: s.schedule(0.0)))
-        full.append(_seconds(lambda s=scheduler: s.schedule(0.1)))
+        admitting.append(seconds_of(lambda s=scheduler: s.schedule(0.0)))
+        full.append(seconds_of(lambda s=scheduler: s.schedule(0.1)))
     return 1e3 * max(statistics.median(admitting), statistics.median(full))
 
 
@@ -437,21 +421,8 @@ def time_turns(prepare: Callable[[], Any], sides: dict[str, Callable[[Any], floa
 
 def median_ms(run: Callable[[], Any], repeats: int) -> float:
     """Median milliseconds of `run`, after two calls to warm up."""
-    times = [_seconds(run) for _ in range(repeats + 2)]
+    times = [seconds_of(run) for _ in range(repeats + 2)]
     return 1e3 * statistics.median(times[2:])
-
-
-def _seconds(run: Callable[[], Any]) -> float:
-    gc.collect()
-    start = time.perf_counter()
-    run()
-    _wait_for_device()
-    return time.perf_counter() - start
-
-
-def _wait_for_device() -> None:
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
 
 
 def all_prompts() -> Iterator[str]:
@@ -465,29 +436,6 @@ def all_prompts() -> Iterator[str]:
     return itertools.cycle(scenes)
 
 
-def machine() -> dict[str, Any]:
-    """Where this ran."""
-    is_cuda = torch.cuda.is_available()
-    return {
-        "device": torch.cuda.get_device_name() if is_cuda else _cpu_name(),
-        "cpu_cores": os.cpu_count(),
-        "torch_threads": torch.get_num_threads(),
-        "load_average": os.getloadavg()[0],  # above the number of cores, something else ran here too
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "diffusers": diffusers.__version__,
-        "transformers": transformers.__version__,
-    }
-
-
-def _cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or "CPU"
-
-
 def settings(args: argparse.Namespace) -> dict[str, Any]:
     """What was asked for."""
     size = "96 to 256, mixed" if args.mixed else f"{args.width}x{args.height}"
@@ -498,11 +446,7 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
 
 def print_header(args: argparse.Namespace, where: dict[str, Any]) -> None:
     what = settings(args)
-    spin = f", OMP_WAIT_POLICY={os.environ['OMP_WAIT_POLICY']}" if "OMP_WAIT_POLICY" in os.environ else ""
-    print(f"machine:  {where['device']}, {where['cpu_cores']} cores, {where['torch_threads']} torch threads{spin}")
-    print(f"load:     {where['load_average']:.1f} before the start; 0 would be a machine of our own")
-    packages = ("python", "torch", "diffusers", "transformers")
-    print("versions: " + ", ".join(f"{name} {where[name]}" for name in packages))
+    print_machine(where)
     print("settings: " + ", ".join(f"{name} {value}" for name, value in what.items()))
     print(f"model:    {args.model or 'embedded'}")
     print("baseline: diffusers' QwenImagePipeline, one call after another, in a process of its own")
@@ -537,13 +481,6 @@ def print_table(result: dict[str, Any]) -> None:
         for rows, value in by_rows.items():
             print(f"  {label + (rows and f', {rows} rows'):<38} {value:9.3f} {unit}")
     print(f"  {'peak memory of the process':<38} {result['peak_rss_bytes'] / 2**20:9.0f} MiB")
-
-
-def rounded(value: Any) -> Any:
-    """Four significant digits: more would be noise."""
-    if isinstance(value, dict):
-        return {key: rounded(item) for key, item in value.items()}
-    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 if __name__ == "__main__":

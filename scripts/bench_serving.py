@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import math
 import random
 import statistics
@@ -33,14 +32,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import diffusers
 import torch
-import transformers
 from tqdm import tqdm
 
 import calibrate_cost_model
 import simulate_slo
-from bench_offline import all_prompts, machine
+from bench_offline import all_prompts
+from benchmarking import machine, print_machine, quiet_libraries
 from diffusers_continuous import ContinuousBatchingPipeline, embedded_model_path
 from diffusers_continuous.cli.workload import (
     ARRIVALS,
@@ -177,7 +175,7 @@ def start_engine(pipe: ContinuousBatchingPipeline, scheduler: str, calibration: 
 
 
 def submit(engine: DiffusionEngine, request: BenchRequest, deadline_s: float) -> str:
-    return engine.add_request(**request.call_arguments(), deadline_s=deadline_s)
+    return engine.add_request(**request.arguments(), deadline_s=deadline_s)
 
 
 def run_alone(pipe: ContinuousBatchingPipeline, workload: Workload, calibration: Path, count: int) -> dict[str, Any]:
@@ -311,13 +309,9 @@ def plot(results: Sequence[dict[str, Any]], path: str) -> None:
 
 def main() -> int:
     args = _parse_arguments()
-    diffusers.utils.logging.set_verbosity_error()
-    diffusers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.disable_progress_bar()
-    logging.getLogger("diffusers_continuous").setLevel(logging.ERROR)
+    quiet_libraries()
     where = machine()
-    print(f"machine:  {where['device']}, {where['cpu_cores']} cores, {where['torch_threads']} torch threads")
-    print(f"load:     {where['load_average']:.1f} before the start; 0 would be a machine of our own")
+    print_machine(where)
     workload = Workload(args.mix, args.requests, args.arrivals, args.seed)
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16

@@ -1,4 +1,4 @@
-"""The stock pipeline in a process of its own, as whoever has no engine runs it, and the requests that both sides draw.
+"""The stock pipeline in a process of its own, as whoever has no engine runs it; its requests, and its way to decode.
 
 In one process with the engine it would be handicapped: PyTorch keeps a team of threads for every thread that computes.
 With more than one team there are more threads than cores, OpenMP then lets them sleep between operations, and a small
@@ -9,52 +9,42 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import diffusers
 import numpy as np
 import torch
-import transformers
 from diffusers import QwenImagePipeline
 
+from benchmarking import quiet_libraries
+from diffusers_continuous.cli.stock_call import StockCall
 
-@dataclass(frozen=True)
-class BenchRequest:
-    """One picture to draw."""
 
-    prompt: str
-    width: int
-    height: int
-    steps: int
-    cfg: float
-    seed: int
-
-    @property
-    def is_guided(self) -> bool:
-        return self.cfg > 1
-
-    def call_arguments(self) -> dict[str, Any]:
-        """What both pipelines take."""
-        return {
-            "prompt": self.prompt,
-            "negative_prompt": " " if self.is_guided else None,
-            "true_cfg_scale": self.cfg,
-            "width": self.width,
-            "height": self.height,
-            "num_inference_steps": self.steps,
-            "generator": torch.Generator().manual_seed(self.seed),
-        }
+class BenchRequest(StockCall):
+    """One picture to draw, from its prompt or from embeddings."""
 
     def latent_arguments(self, embeds: dict[str, torch.Tensor]) -> dict[str, Any]:
         """The same call with embeddings going in and latents coming out."""
         return {
-            **self.call_arguments(),
+            **self.arguments(),
             "prompt": None,
             "negative_prompt": None,
             "output_type": "latent",
             **embeds,
         }
+
+
+@torch.no_grad()
+def decode_with_vae(pipe: QwenImagePipeline, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """Packed latents (batch, tokens, channels) to pixels (batch, 3, height, width) in -1..1.
+
+    These are the lines of the stock pipeline's `__call__` after its last step.
+    """
+    vae = pipe.vae
+    latents = pipe._unpack_latents(latents, height, width, pipe.vae_scale_factor).to(vae.dtype)
+    shape = (1, vae.config.z_dim, 1, 1, 1)
+    mean = torch.tensor(vae.config.latents_mean).view(shape).to(latents.device, latents.dtype)
+    inverse_std = 1.0 / torch.tensor(vae.config.latents_std).view(shape).to(latents.device, latents.dtype)
+    return vae.decode(latents / inverse_std + mean, return_dict=False)[0][:, :, 0]
 
 
 class StockProcess:
@@ -91,9 +81,7 @@ class StockProcess:
 
 @torch.no_grad()
 def _serve(connection: Any, source: str, dtype: torch.dtype, device: torch.device, threads: int | None) -> None:
-    diffusers.utils.logging.set_verbosity_error()
-    diffusers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.disable_progress_bar()
+    quiet_libraries()
     if threads:
         torch.set_num_threads(threads)
     pipe = QwenImagePipeline.from_pretrained(source, dtype=dtype).to(device)
@@ -101,7 +89,7 @@ def _serve(connection: Any, source: str, dtype: torch.dtype, device: torch.devic
     while True:
         what, requests = connection.recv()
         if what == "draw":
-            timed = [_draw(pipe, request.call_arguments()) for request in requests]
+            timed = [_draw(pipe, request.arguments()) for request in requests]
             connection.send(([np.asarray(image) for image, _ in timed], [seconds for _, seconds in timed]))
         elif what == "denoise":
             calls = [request.latent_arguments(_embeds(pipe, request)) for request in requests]

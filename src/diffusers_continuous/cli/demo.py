@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from PIL import Image
 
 from .arguments import ArgumentParser
 from .pictures import save_picture
+from .stock_call import StockCall
 from .timeline import Lane, draw_contact_sheet, draw_timeline
 
 if TYPE_CHECKING:
@@ -42,46 +43,27 @@ EARLY_STOP_STEPS = 2
 
 
 @dataclass(frozen=True)
-class Caller:
-    """One caller of the demo: when it comes and what it wants."""
+class Caller(StockCall):
+    """One caller of the demo: what it wants, and how many seconds after the start it comes."""
 
-    delay_s: float
-    prompt: str
-    width: int
-    height: int
-    steps: int
-    cfg: float
-    seed: int
+    delay_s: float = field(kw_only=True)
 
     @property
     def settings(self) -> str:
-        guidance = f"CFG {self.cfg:g}" if self.cfg > 1 else "no CFG"
+        """Size, steps and guidance, in words for the timeline."""
+        guidance = f"CFG {self.cfg:g}" if self.is_guided else "no CFG"
         return f"{self.width}x{self.height}, {self.steps} steps, {guidance}"
-
-    def call_arguments(self) -> dict[str, Any]:
-        """The arguments that the stock pipeline and ours take alike."""
-        import torch
-
-        return {
-            "prompt": self.prompt,
-            "negative_prompt": " " if self.cfg > 1 else None,
-            "true_cfg_scale": self.cfg,
-            "width": self.width,
-            "height": self.height,
-            "num_inference_steps": self.steps,
-            "generator": torch.Generator().manual_seed(self.seed),
-        }
 
 
 CALLERS = (
-    Caller(0.00, "a red star on a blue background", 128, 128, 30, 4.0, 0),
-    Caller(0.05, "a large green circle on a white background", 96, 96, 12, 4.0, 1),
-    Caller(0.10, "a yellow heart to the left of a purple square on a black background", 192, 128, 24, 4.0, 2),
-    Caller(0.15, "a large white ring on a green background", 128, 192, 20, 1.0, 3),
-    Caller(0.20, "an orange triangle on a purple background", 160, 160, 20, 3.0, 4),
-    Caller(0.30, "a large yellow cross on a red background", 192, 192, 16, 2.0, 5),
-    Caller(0.40, "a large blue diamond on a yellow background", 96, 128, 20, 4.0, 6),
-    Caller(0.50, "a black square to the left of an orange circle on a green background", 128, 96, 28, 5.0, 7),
+    Caller("a red star on a blue background", 128, 128, 30, 4.0, 0, delay_s=0.00),
+    Caller("a large green circle on a white background", 96, 96, 12, 4.0, 1, delay_s=0.05),
+    Caller("a yellow heart to the left of a purple square on a black background", 192, 128, 24, 4.0, 2, delay_s=0.10),
+    Caller("a large white ring on a green background", 128, 192, 20, 1.0, 3, delay_s=0.15),
+    Caller("an orange triangle on a purple background", 160, 160, 20, 3.0, 4, delay_s=0.20),
+    Caller("a large yellow cross on a red background", 192, 192, 16, 2.0, 5, delay_s=0.30),
+    Caller("a large blue diamond on a yellow background", 96, 128, 20, 4.0, 6, delay_s=0.40),
+    Caller("a black square to the left of an orange circle on a green background", 128, 96, 28, 5.0, 7, delay_s=0.50),
 )
 
 
@@ -127,7 +109,7 @@ class Together:
 def _lane(caller: Caller, output: RequestOutput) -> Lane:
     times = output.metrics
     assert times.finish_s is not None  # it has its picture
-    return Lane(output.request_id, caller.settings, caller.cfg > 1, times.arrival_s, times.finish_s)
+    return Lane(output.request_id, caller.settings, caller.is_guided, times.arrival_s, times.finish_s)
 
 
 @dataclass(frozen=True)
@@ -156,7 +138,7 @@ def draw_together(pipe: ContinuousBatchingPipeline, engine: DiffusionEngine) -> 
 
 def _call(pipe: ContinuousBatchingPipeline, caller: Caller, start: float) -> RequestOutput:
     time.sleep(max(0.0, start + caller.delay_s - time.monotonic()))
-    for output in pipe.stream(**caller.call_arguments()):
+    for output in pipe.stream(**caller.arguments()):
         if output.error is not None:
             raise output.error
         if output.finished:
@@ -168,7 +150,7 @@ def _call(pipe: ContinuousBatchingPipeline, caller: Caller, start: float) -> Req
 def draw_one_by_one(stock: QwenImagePipeline) -> OneByOne:
     """The same requests, each as soon as the one before is done."""
     start = time.monotonic()
-    pictures = [stock(**caller.call_arguments()).images[0] for caller in CALLERS]
+    pictures = [stock(**caller.arguments()).images[0] for caller in CALLERS]
     return OneByOne(pictures, time.monotonic() - start)
 
 
