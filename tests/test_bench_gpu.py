@@ -100,6 +100,7 @@ class Broken(Mixing):
 @pytest.mark.parametrize(("backend", "sign"), [(Mixing, "WRONG"), (Broken, "failed: no kernel image is available")])
 def test_a_backend_that_is_wrong_or_fails_is_told(backend, sign, capsys, monkeypatch):
     monkeypatch.setitem(attention.ATTENTION_BACKENDS, "mixing", attention.BackendSpec(lambda device: backend()))
+    monkeypatch.setattr(bench, "TINY", dataclasses.replace(bench.TINY, sizes=(32,), counts=(4,)))
     code, lines, result = run(capsys)
     assert code == 1
     assert any("x 4" in line and "mixing" in line and sign in line for line in lines)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -286,6 +287,15 @@ def test_a_write_that_fails_leaves_no_file(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.fixture
+def ctrl_c_is_heard() -> Iterator[None]:
+    """In children too, which inherit that a job in a shell's background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c_is_heard")
 def test_ctrl_c_keeps_what_is_finished_and_resume_draws_the_rest(tmp_path):
     rows = [{"prompt": STAR, "steps": 2, "seed": 1}, {"prompt": CIRCLE, "steps": 1000, "seed": 2}]
     file, out = write_rows(tmp_path / "rows.jsonl", *rows), tmp_path / "out"
@@ -323,6 +333,8 @@ def test_demo_draws_what_the_stock_pipeline_draws_and_leaves_its_files(tmp_path,
 
     callers = tuple(dataclasses.replace(c, steps=1 + c.steps // 8, delay_s=c.delay_s / 8) for c in demo.CALLERS)
     monkeypatch.setattr(demo, "CALLERS", callers)
+    monkeypatch.setattr(demo, "DECODED", demo.DECODED[:1])
+    monkeypatch.setattr(demo, "DECODED_STEPS", 4)
     assert main(["demo", "--output", str(tmp_path)]) == 0
     text = capsys.readouterr().out
     names = {path.name for path in tmp_path.iterdir()}

@@ -143,8 +143,19 @@ def mixed_calls(count: int) -> list[dict[str, Any]]:
     return calls
 
 
+@pytest.fixture(scope="module")
+def expected_latents(stock: Any) -> list[torch.Tensor]:
+    """What the stock pipeline draws, call for call."""
+    return [stock_latents(stock, call) for call in mixed_calls(40)]
+
+
+def stock_latents(stock: Any, call: dict[str, Any]) -> torch.Tensor:
+    plain = {name: value for name, value in call.items() if name not in ("seed", "decoder")}
+    return stock(**plain, generator=generator(call["seed"]), output_type="latent").images
+
+
 @pytest.mark.parametrize("scheduler_type", ["slo", "edf", "fcfs"])
-def test_a_pool_for_3_requests_serves_40(make_pipe, stock, scheduler_type):
+def test_a_pool_for_3_requests_serves_40(make_pipe, expected_latents, scheduler_type):
     pipe = make_pipe(decoder=make_decoder())
     calls = mixed_calls(40)
     engine = small_pool(pipe, 3 * max(blocks_of(pipe, **call) for call in calls), scheduler_type)
@@ -154,21 +165,21 @@ def test_a_pool_for_3_requests_serves_40(make_pipe, stock, scheduler_type):
         states.append(submit(pipe, deadline_s=chance.uniform(0, 10), output_type="pt", **call))
         assert engine._step()
     outputs = finish(engine, *states)
-    assert_served(pipe, stock, calls, outputs)
+    assert_served(pipe, calls, outputs, expected_latents)
     stats = engine.stats()
     assert stats.num_by_status == {"finished": 40}
     assert (stats.num_used_blocks, stats.num_swapped_out_rows) == (0, 0)
     assert (stats.swapped_out_bytes > 0) == (scheduler_type != "fcfs")  # who runs makes way for nobody there
 
 
-def assert_served(pipe: Any, stock: Any, calls: list[dict[str, Any]], outputs: list[RequestOutput]) -> None:
-    for call, output in zip(calls, outputs, strict=True):
-        plain = {**call, "generator": generator(call["seed"])}
-        del plain["seed"]
-        if plain.pop("decoder") == "pid":
+def assert_served(
+    pipe: Any, calls: list[dict[str, Any]], outputs: list[RequestOutput], expected: list[torch.Tensor]
+) -> None:
+    for call, output, latents in zip(calls, outputs, expected, strict=True):
+        if call["decoder"] == "pid":
             size = {"height": call["height"], "width": call["width"]}
             assert (decode_alone(pipe, output, call["prompt"], **size) - output.images).abs().max() <= MAX_ABS
-        assert_latents_equal(output.latents, stock(**plain, output_type="latent").images)
+        assert_latents_equal(output.latents, latents)
 
 
 def test_with_no_host_memory_newcomers_wait_and_nobody_is_lost(make_pipe):
