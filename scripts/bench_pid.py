@@ -22,50 +22,30 @@ Prints tables, and one JSON object as the last line.
 from __future__ import annotations
 
 import argparse
-import gc
-import importlib.util
 import json
 import statistics
 import sys
-import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import torch
-import transformers
-from diffusers import (
-    AutoencoderKLQwenImage,
-    FlowMatchEulerDiscreteScheduler,
-    QwenImagePipeline,
-    QwenImageTransformer2DModel,
-)
+from diffusers import AutoencoderKLQwenImage
 
 import pid_costs as costs
-from bench_offline import machine, rounded
-from diffusers_continuous import embedded_model_path
-from diffusers_continuous.pid import PiDDecoder, PiDScheduler, PiDTransformer2DModel
+import pid_formulas
+from benchmarking import machine, peak_bytes, print_machine, quiet_libraries, seconds_of
+from diffusers_continuous import embedded_decoder_path, embedded_model_path
+from diffusers_continuous.cli.workload import rounded
+from diffusers_continuous.pid import PiDDecoder
+from pid_models import BenchError, Models, Settings, load_embedded, random_models
+from rate_pictures import METRICS, rate_pictures
 
-ROOT = Path(__file__).parents[1]
-DEFAULT_DECODER = Path(embedded_model_path()).with_name("tiny-pid")
-PROMPT = "a red star to the left of a white ring on a blue background"
-METRICS = ("maniqa", "musiq", "niqe", "qalign")
-PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
-NUM_CHUNKS = 8  # in the rows called "in chunks"
 LIKENESS_SIDE = 128  # the embedded main model's own size
 TIMED_STEPS = 2  # of the schedule, so that no step is at its very end
-
-# The released networks as they are used.
-FULL_TARGETS = (2048, 4096)
-FULL_STEPS, FULL_EARLY_STOP, FULL_DECODE_STEPS = 50, 6, 4
-FULL_TEXT_TOKENS, FULL_CAPTION_TOKENS = 64, 300
-FULL_ENCODED_TOKENS = 530  # what Gemma reads for a caption: its instruction, about 230, and the 300
-ITEMSIZE = 2  # bytes of a bfloat16
 GIB, TERA = 2**30, 1e12
 
 
@@ -76,10 +56,11 @@ def main() -> int:
         return rate_pictures(parser, *args.metrics)
     if args.threads:
         torch.set_num_threads(args.threads)
-    _quiet()
+    quiet_libraries()
+    warnings.filterwarnings("ignore", message=".*outside what this decoder was trained for")
     where = machine()
     print_header(args, where)
-    formulas = formula_table()
+    formulas = pid_formulas.formula_table()
     print_formulas(formulas)
     result = {"formula": formulas, **where}
     try:
@@ -89,10 +70,6 @@ def main() -> int:
         return 2
     print(json.dumps(rounded(result)))
     return 0
-
-
-class BenchError(RuntimeError):
-    """What was asked for cannot be measured here; the text says what is missing."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -106,7 +83,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--repeats", type=int, help="measured runs of each way (default: 5; full size: 3)")
     add("--scenes", type=int, default=20, help="held-out scenes for the likeness, 0 for none (default: %(default)s)")
     add("--model", help="the main model's folder (default: the embedded one)")
-    add("--decoder", type=Path, default=DEFAULT_DECODER, help="the PiDDecoder's folder (default: the embedded one)")
+    decoder = embedded_decoder_path()
+    add("--decoder", type=Path, default=decoder, help="the PiDDecoder's folder (default: the embedded one)")
     add("--threads", type=int, help="torch threads (default: torch's own)")
     add("--full-size", action="store_true", help="the released sizes with random weights, on an accelerator")
     add("--metrics", nargs=2, metavar=("NAMES", "FOLDER"), help="rate a folder's pictures: " + ",".join(METRICS))
@@ -121,152 +99,6 @@ def _read_targets(text: str) -> tuple[int, ...]:
     if not targets or any(target < 64 or target % 64 for target in targets):
         raise argparse.ArgumentTypeError(f"{text!r} is no list of multiples of 64, for example 256,512")
     return targets
-
-
-def _quiet() -> None:
-    diffusers.utils.logging.set_verbosity_error()
-    diffusers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.disable_progress_bar()
-    warnings.filterwarnings("ignore", message=".*outside what this decoder was trained for")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What runs
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How pictures are drawn."""
-
-    steps: int
-    early_stop: int
-    decode_steps: int
-    cfg: float
-    repeats: int
-
-    @staticmethod
-    def of(args: argparse.Namespace, steps: int, early_stop: int, repeats: int) -> Settings:
-        """What was asked for, else these defaults.
-
-        Raises:
-            BenchError: if nothing would be drawn or measured.
-        """
-        steps = steps if args.steps is None else args.steps
-        early_stop = early_stop if args.early_stop is None else args.early_stop
-        repeats = repeats if args.repeats is None else args.repeats
-        if not 0 <= early_stop < steps:
-            raise BenchError(f"--early-stop {early_stop} must leave at least one of --steps {steps}")
-        if repeats < 3:
-            raise BenchError(f"--repeats {repeats} is too few for a median; at least 3")
-        return Settings(steps, early_stop, args.decode_steps, args.cfg, repeats)
-
-
-@dataclass(frozen=True)
-class Models:
-    """The stock pipeline, a PiDDecoder, and the prompt in the form that each takes."""
-
-    pipe: QwenImagePipeline
-    decoder: PiDDecoder
-    prompt: dict[str, Any]
-    caption: dict[str, Any]
-
-    @property
-    def device(self) -> torch.device:
-        return self.pipe.device
-
-    @property
-    def scale(self) -> int:
-        """How many times larger than the VAE's PiD's pictures are."""
-        return int(self.decoder.transformer.config.sr_scale)
-
-    def weights(self) -> list[torch.Tensor]:
-        """Every parameter and buffer."""
-        modules = [*self.pipe.components.values(), *self.decoder.components.values()]
-        modules = [module for module in modules if isinstance(module, torch.nn.Module)]
-        return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
-
-    def draw(self, side: int, settings: Settings, early_stop: int) -> tuple[torch.Tensor, float]:
-        """Packed latents of a square picture some steps before the end, and their noise level."""
-        done = settings.steps - early_stop
-
-        def stop(pipe: Any, index: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-            pipe._interrupt = index + 1 >= done
-            return {}
-
-        latents = self._call(side, settings, output_type="latent", callback_on_step_end=stop)
-        return latents, float(self.pipe.scheduler.sigmas[done])
-
-    def draw_and_decode(self, side: int, settings: Settings) -> Any:
-        """The main model's own picture."""
-        return self._call(side, settings)
-
-    def _call(self, side: int, settings: Settings, **options: Any) -> Any:
-        generator = torch.Generator().manual_seed(0)
-        return self.pipe(
-            **self.prompt,
-            true_cfg_scale=settings.cfg,
-            height=side,
-            width=side,
-            num_inference_steps=settings.steps,
-            generator=generator,
-            **options,
-        ).images
-
-    @torch.no_grad()
-    def decode_vae(self, latents: torch.Tensor, side: int) -> Any:
-        """Packed latents to a picture: the lines of the stock pipeline's `__call__` after its last step."""
-        vae = self.pipe.vae
-        latents = self.pipe._unpack_latents(latents, side, side, self.pipe.vae_scale_factor).to(vae.dtype)
-        shape = (1, vae.config.z_dim, 1, 1, 1)
-        mean = torch.tensor(vae.config.latents_mean).view(shape).to(latents.device, latents.dtype)
-        inverse_std = 1.0 / torch.tensor(vae.config.latents_std).view(shape).to(latents.device, latents.dtype)
-        images = vae.decode(latents / inverse_std + mean, return_dict=False)[0][:, :, 0]
-        return self.pipe.image_processor.postprocess(images)
-
-    def decode_pid(
-        self, latents: torch.Tensor, side: int, sigma: float, settings: Settings, in_chunks: bool = False
-    ) -> Any:
-        """Packed latents of a `side` x `side` picture to one that is larger by the scale."""
-        return self.decoder(
-            latents.float(),
-            **self.caption,
-            sigma=sigma,
-            height=side,
-            width=side,
-            num_inference_steps=settings.decode_steps,
-            generator=torch.Generator(self.device).manual_seed(1),  # noise of this size takes a CPU long
-            max_bytes=self.chunk_bytes(side * self.scale) if in_chunks else None,
-        ).images
-
-    def chunk_bytes(self, target: int) -> int:
-        """What a step needs when the pixel stage is done in NUM_CHUNKS parts."""
-        net = self.decoder.transformer
-        chunk = max(1, (target // net.config.patch_size) ** 2 // NUM_CHUNKS)
-        return net.estimate_decode_bytes(target, target, 1, net.dtype, chunk)
-
-    def draw_and_decode_pid(self, target: int, settings: Settings, in_chunks: bool = False) -> Any:
-        """A picture of the target size by way of a small latent."""
-        side = target // self.scale
-        latents, sigma = self.draw(side, settings, settings.early_stop)
-        return self.decode_pid(latents, side, sigma, settings, in_chunks)
-
-
-def load_embedded(args: argparse.Namespace) -> Models:
-    """The models of the folders, on the best device here.
-
-    Raises:
-        BenchError: if there is no decoder.
-    """
-    if not (args.decoder / "model_index.json").is_file():
-        raise BenchError(f"no PiDDecoder in {args.decoder}: name a folder with --decoder, or train one")
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    pipe = QwenImagePipeline.from_pretrained(args.model or embedded_model_path(), dtype=dtype).to(device)
-    decoder = PiDDecoder.from_pretrained(args.decoder, dtype=dtype).to(device)
-    for each in (pipe, decoder):
-        each.set_progress_bar_config(disable=True)
-    return Models(pipe, decoder, {"prompt": PROMPT, "negative_prompt": " "}, {"prompt": PROMPT})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -301,57 +133,19 @@ def measure(ways: dict[str, Callable[[], Any]], models: Models, repeats: int) ->
     times: dict[str, list[float]] = {name: [] for name in fitting}
     for _ in range(repeats):
         for name in fitting:
-            times[name].append(_seconds(ways[name]))
+            times[name].append(seconds_of(ways[name]))
     return {name: Measured(tuple(times[name]), fitting[name]) if name in fitting else None for name in ways}
-
-
-def _seconds(run: Callable[[], Any]) -> float:
-    gc.collect()
-    start = time.perf_counter()
-    run()
-    _wait_for_device()
-    return time.perf_counter() - start
-
-
-def _wait_for_device() -> None:
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
 
 
 def _peak_or_none(name: str, run: Callable[[], Any], models: Models) -> int | None:
     """Kernels say with a plain RuntimeError that a tensor has more values than they can count, as at 4096 it may."""
     try:
-        return peak_bytes(run, models)
+        return peak_bytes(run, models.device, models.weights())
     except RuntimeError as error:
         if type(error) not in (RuntimeError, torch.OutOfMemoryError):
             raise
         print(f"{name} does not run: {str(error).splitlines()[0]}", file=sys.stderr)
         return None
-
-
-def peak_bytes(run: Callable[[], Any], models: Models) -> int:
-    """The most bytes alive beside the weights while it runs."""
-    gc.collect()
-    if models.device.type == "cpu":
-        with _watcher()(ignored=models.weights()) as watch:
-            run()
-        return int(watch.peak)
-    torch.accelerator.empty_cache()
-    torch.accelerator.reset_peak_memory_stats()
-    before = torch.accelerator.memory_allocated()
-    run()
-    _wait_for_device()
-    return int(torch.accelerator.max_memory_allocated() - before)
-
-
-def _watcher() -> Any:
-    """The class with which the tests, too, add up live tensors."""
-    spec = importlib.util.spec_from_file_location("pid_memory", ROOT / "tests" / "pid_memory.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.PeakBytes
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -473,8 +267,8 @@ def run_full_size(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         BenchError: without an accelerator, or with one that is too small.
     """
-    settings = Settings.of(args, steps=FULL_STEPS, early_stop=FULL_EARLY_STOP, repeats=3)
-    weights = sum(count_parameters().values()) * ITEMSIZE
+    settings = Settings.of(args, steps=pid_formulas.STEPS, early_stop=pid_formulas.EARLY_STOP, repeats=3)
+    weights = sum(pid_formulas.count_parameters().values()) * pid_formulas.ITEMSIZE
     device = torch.accelerator.current_accelerator(check_available=True)
     needed = f"--full-size needs an accelerator with room for {weights / GIB:.0f} GiB of weights and what runs beside"
     if device is None:
@@ -483,42 +277,7 @@ def run_full_size(args: argparse.Namespace) -> dict[str, Any]:
         total = torch.cuda.get_device_properties(device).total_memory
         raise BenchError(f"{needed}; {torch.cuda.get_device_name()} has {total / GIB:.0f} GiB")
     models = random_models(device)
-    return measure_full_size(models, args.targets or FULL_TARGETS, settings)
-
-
-def random_models(
-    device: torch.device,
-    transformer: dict[str, Any] | None = None,
-    vae: dict[str, Any] | None = None,
-    pid: dict[str, Any] | None = None,
-) -> Models:
-    """Networks with random weights in bfloat16, and random prompts; of the released sizes unless options are given."""
-    with default_dtype(torch.bfloat16), torch.device(device):
-        main_model = QwenImageTransformer2DModel(**{"num_layers": 60, **(transformer or {})}).eval()
-        vae_model = AutoencoderKLQwenImage(**(vae or {})).eval()
-        pid_model = PiDTransformer2DModel(**(pid or {})).eval()
-        texts = [torch.randn(1, FULL_TEXT_TOKENS, main_model.config.joint_attention_dim) for _ in range(2)]
-        mask = torch.ones(1, FULL_TEXT_TOKENS, dtype=torch.long)
-    caption = torch.randn(1, pid_model.config.txt_max_length, pid_model.config.txt_embed_dim, device=device)
-    scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(embedded_model_path(), subfolder="scheduler")
-    pipe = QwenImagePipeline(scheduler, vae_model, None, None, main_model)
-    decoder = PiDDecoder(pid_model, PiDScheduler())
-    for each in (pipe, decoder):
-        each.set_progress_bar_config(disable=True)
-    prompt = {"prompt_embeds": texts[0], "prompt_embeds_mask": mask}
-    prompt |= {"negative_prompt_embeds": texts[1], "negative_prompt_embeds_mask": mask}
-    return Models(pipe, decoder, prompt, {"prompt_embeds": caption})
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """New weights are made in that dtype, so that no float32 copy of them must fit."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
+    return measure_full_size(models, args.targets or pid_formulas.TARGETS, settings)
 
 
 def measure_full_size(models: Models, targets: Sequence[int], settings: Settings) -> dict[str, Any]:
@@ -588,139 +347,12 @@ def _sum(step: Measured | None, count: int, decode: Measured | None) -> Measured
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# By formula
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-@cache
-def full_size_networks() -> dict[str, torch.nn.Module]:
-    """The released networks without weights: a configuration and a count of parameters each."""
-    with torch.device("meta"):
-        return {
-            "transformer": QwenImageTransformer2DModel(num_layers=60),
-            "vae_decoder": AutoencoderKLQwenImage(),
-            "pid": PiDTransformer2DModel(),
-        }
-
-
-def count_parameters() -> dict[str, int]:
-    """Parameters of each released network; of the VAE, its decoder's."""
-    networks = full_size_networks()
-    networks = {**networks, "vae_decoder": networks["vae_decoder"].decoder}
-    return {name: sum(parameter.numel() for parameter in net.parameters()) for name, net in networks.items()}
-
-
-def formula_table() -> dict[str, Any]:
-    """Arithmetic and bytes of the released networks, by target size."""
-    config = {name: net.config for name, net in full_size_networks().items()}
-    weights = {name: count * ITEMSIZE for name, count in count_parameters().items()}
-    table: dict[str, Any] = {str(target): _formulas(config, target) for target in FULL_TARGETS}
-    return {**table, "weights_bytes": weights}
-
-
-def _formulas(config: dict[str, Any], target: int) -> dict[str, Any]:
-    pid = config["pid"]
-    small = target // pid.sr_scale
-    step, small_step = (
-        2 * costs.transformer_flops(config["transformer"], costs.image_tokens(side, side), FULL_TEXT_TOKENS)
-        for side in (target, small)
-    )
-    vae, decode, chunked = costs.vae_flops(config["vae_decoder"], target, target), *_pid_flops(pid, target)
-    bytes_ = _formula_bytes(config, target, small)
-    caption, few = costs.caption_flops(FULL_ENCODED_TOKENS), FULL_STEPS - FULL_EARLY_STOP
-    whole = {
-        "vae": {"flops": FULL_STEPS * step + vae, "peak_bytes": max(bytes_["step"], bytes_["vae"])},
-        "pid": {"flops": few * small_step + caption + decode, "peak_bytes": max(bytes_["small_step"], bytes_["pid"])},
-        "pid_in_chunks": {
-            "flops": few * small_step + caption + chunked,
-            "peak_bytes": max(bytes_["small_step"], bytes_["pid_in_chunks"]),
-        },
-    }
-    flops = {"step": step, "small_step": small_step, "pid": decode, "pid_in_chunks": chunked, "vae": vae}
-    flops["vae_small"] = costs.vae_flops(config["vae_decoder"], small, small)
-    return {
-        "end_to_end": whole,
-        "parts": {name: {"flops": flops[name], "peak_bytes": bytes_[name]} for name in PARTS},
-        "flops_ratio": whole["pid"]["flops"] / whole["vae"]["flops"],
-        "memory_ratio": whole["pid"]["peak_bytes"] / whole["vae"]["peak_bytes"],
-        "chunked_memory_ratio": whole["pid_in_chunks"]["peak_bytes"] / whole["vae"]["peak_bytes"],
-    }
-
-
-def _pid_flops(pid: Any, target: int) -> tuple[int, int]:
-    """A decode at once, and in chunks."""
-    patches = (target // pid.patch_size) ** 2
-    adapter, heads = costs.pid_adapter_flops(pid, patches), costs.pid_heads_flops(pid, patches)
-    step, chunked = (costs.pid_step_flops(pid, patches, FULL_CAPTION_TOKENS, in_chunks) for in_chunks in (False, True))
-    return adapter + heads + FULL_DECODE_STEPS * step, adapter + FULL_DECODE_STEPS * chunked
-
-
-def _formula_bytes(config: dict[str, Any], target: int, small: int) -> dict[str, int]:
-    from diffusers_continuous.pid.memory import estimate_decode_bytes
-
-    pid = config["pid"]
-    chunk = (target // pid.patch_size) ** 2 // NUM_CHUNKS
-    step = partial(costs.transformer_bytes, config["transformer"], text_tokens=FULL_TEXT_TOKENS, itemsize=ITEMSIZE)
-    return {
-        "step": step(costs.image_tokens(target, target)),
-        "small_step": step(costs.image_tokens(small, small)),
-        "vae": costs.vae_bytes(config["vae_decoder"], target, target, ITEMSIZE),
-        "vae_small": costs.vae_bytes(config["vae_decoder"], small, small, ITEMSIZE),
-        "pid": estimate_decode_bytes(pid, target, target, 1, ITEMSIZE, None),
-        "pid_in_chunks": estimate_decode_bytes(pid, target, target, 1, ITEMSIZE, chunk),
-    }
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# No-reference metrics
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def rate_pictures(parser: argparse.ArgumentParser, names: str, folder: str) -> int:
-    """Rates the pictures of a folder; the exit code."""
-    metrics = names.split(",")
-    unknown = [name for name in metrics if name not in METRICS]
-    if unknown:
-        parser.error(f"metric {unknown[0]!r} is not known; choose from {', '.join(METRICS)}")
-    pictures = sorted(path for path in Path(folder).glob("*") if path.suffix.lower() in PICTURE_SUFFIXES)
-    if not pictures:
-        parser.error(f"{folder} has no pictures ({', '.join(PICTURE_SUFFIXES)})")
-    if importlib.util.find_spec("pyiqa") is None:
-        parser.error("--metrics needs the pyiqa package: pip install pyiqa (it downloads each metric's weights)")
-    import pyiqa
-
-    result = {name: _rate(pyiqa, name, pictures) for name in metrics}
-    for name, rated in result.items():
-        better = "lower" if rated.get("lower_is_better") else "higher"
-        what = rated["error"] if "error" in rated else f"{rated['mean']:.4f} on average; {better} is better"
-        print(f"  {name:<8} {what}")
-    print(json.dumps(rounded({"mode": "metrics", "folder": folder, "pictures": len(pictures), "metrics": result})))
-    return 0 if all("error" not in rated for rated in result.values()) else 1
-
-
-def _rate(pyiqa: Any, name: str, pictures: Sequence[Path]) -> dict[str, Any]:
-    """One metric of every picture, or why it cannot be had (its weights are downloaded when first used)."""
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    try:
-        metric = pyiqa.create_metric(name, device=device)
-    except (OSError, ImportError) as error:
-        return {"error": f"not available: {type(error).__name__}: {error}"}
-    with torch.no_grad():
-        scores = {path.name: float(metric(str(path))) for path in pictures}
-    return {"mean": statistics.mean(scores.values()), "lower_is_better": bool(metric.lower_better), "scores": scores}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Tables
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def print_header(args: argparse.Namespace, where: dict[str, Any]) -> None:
-    print(f"machine:  {where['device']}, {where['cpu_cores']} cores, {where['torch_threads']} torch threads")
-    print(f"load:     {where['load_average']:.1f} before the start; 0 would be a machine of our own")
-    print(
-        "versions: " + ", ".join(f"{name} {where[name]}" for name in ("python", "torch", "diffusers", "transformers"))
-    )
+    print_machine(where)
     print("models:   " + ("released sizes, random weights" if args.full_size else f"embedded, decoder {args.decoder}"))
     print("baseline: diffusers' QwenImagePipeline at the target size, with its VAE")
 
@@ -734,8 +366,8 @@ def print_rows(title: str, labels: dict[str, str], measured: dict[str, Measured 
 
 
 def print_formulas(table: dict[str, Any]) -> None:
-    for target in map(str, FULL_TARGETS):
-        settings = f"{FULL_STEPS} steps, {FULL_EARLY_STOP} spared"
+    for target in map(str, pid_formulas.TARGETS):
+        settings = f"{pid_formulas.STEPS} steps, {pid_formulas.EARLY_STOP} spared"
         print(f"\n{f'by formula, S = {target}, {settings}':<40} {'TFLOP':>10} {'peak GiB':>10}")
         for group, labels in (("parts", PARTS), ("end_to_end", END_TO_END)):
             for name, label in labels.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import json
 import sys
 from collections.abc import Iterator
@@ -186,7 +186,7 @@ def test_targets_that_make_no_pictures_are_refused(text, capsys):
 
 
 def test_full_size_is_refused_without_an_accelerator(monkeypatch):
-    monkeypatch.setattr(bench, "count_parameters", lambda: {"transformer": 20_430_401_088})
+    monkeypatch.setattr(bench.pid_formulas, "count_parameters", lambda: {"transformer": 20_430_401_088})
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
     with pytest.raises(bench.BenchError, match=r"room for 38 GiB of weights.* there is none here"):
         bench.run_full_size(parse("--full-size"))
@@ -270,7 +270,7 @@ def test_metrics_rate_every_picture_and_tell_what_is_not_available(picture_folde
 
 
 def test_metrics_that_cannot_be_had_are_refused(picture_folder, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     for metrics, folder, expected in (
         ("musik", picture_folder, "'musik' is not known; choose from maniqa, musiq"),
         ("musiq", tmp_path, "has no pictures"),
