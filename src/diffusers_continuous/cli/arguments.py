@@ -38,6 +38,7 @@ class ArgumentParser(argparse.ArgumentParser):
         return known
 
     def error(self, message: str) -> NoReturn:
+        """Exit with code 2 and the message alone; argparse would print the usage before it."""
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
@@ -61,6 +62,7 @@ def option_type(read: Callable[[Any], T]) -> Callable[[str], T]:
 
 
 def read_text(value: object) -> str:
+    """`value` itself; a ValueError if it is no string, which a line of a .jsonl file may hold."""
     if not isinstance(value, str):
         raise ValueError(f"{value!r} is not a text")
     return value

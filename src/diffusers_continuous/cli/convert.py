@@ -50,6 +50,7 @@ _REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 def main(argv: Sequence[str]) -> int:
+    """Runs the command; the exit code, 0 or 1. Exits with 2 at a mistake in the call, before anything is converted."""
     parser = _parser()
     options = parser.parse_all(argv)
     try:

@@ -99,10 +99,12 @@ class Together:
 
     @property
     def pictures(self) -> list[Picture]:
+        """One for each caller."""
         return [output.images[0] for output in self.outputs]
 
     @property
     def lanes(self) -> list[Lane]:
+        """The timeline's rows: from each caller's arrival to its picture, by the engine's clock."""
         return [_lane(caller, output) for caller, output in zip(CALLERS, self.outputs, strict=True)]
 
 

@@ -38,6 +38,7 @@ finished is kept, --resume draws the rest)."""
 
 
 def main(argv: Sequence[str]) -> int:
+    """Runs the command; the exit code, 0, 1 or 130. Exits with 2 at a mistake in the call, before a model is loaded."""
     parser = _parser()
     options = parser.parse_all(argv)
     try:
