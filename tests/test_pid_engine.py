@@ -210,7 +210,8 @@ def test_pictures_that_are_done_stay_when_memory_runs_out_behind_their_last_step
             raise torch.OutOfMemoryError("no room")
 
     monkeypatch.setattr(engine.runner._model, "post_decode", full_at_the_end)
-    result = pipe("a cat", num_images_per_prompt=2, num_inference_steps=2, generator=generator(1), output_type="pt")
+    call = {"height": 32, "width": 32, "num_inference_steps": 2, "output_type": "pt"}
+    result = pipe("a cat", num_images_per_prompt=2, generator=generator(1), **call)
     assert len(result.images) == 2
     assert sizes[-3:] == [2, 1, 1]
 
