@@ -16,8 +16,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
-import platform
 import random
 import statistics
 import sys
@@ -26,8 +24,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from diffusers.utils import logging
 
+from benchmarking import machine, print_machine, quiet_libraries
 from diffusers_continuous import ContinuousBatchingPipeline, embedded_decoder_path, embedded_model_path
 from diffusers_continuous.cost_model import KINDS, Sample, StepCostModel, fit_curve, r_squared, sum_of_work
 
@@ -67,11 +65,10 @@ class Recorder:
 
 def main() -> int:
     args = _parse_arguments()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    quiet_libraries()
     pipe = load(args)
     where = machine()
-    print(f"machine: {where['device']}, {where['torch_threads']} torch threads, load {where['load_average']:.1f}")
+    print_machine(where)
     fitted, held_out = measure(pipe, args)
     model = StepCostModel(
         {kind: fit_curve(samples) for kind, samples in fitted.items()},
@@ -207,17 +204,6 @@ def print_table(figures: dict[str, dict[str, Any]]) -> None:
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for kind in (kind for kind in KINDS if kind in figures):
         print(f"| {kind} | " + " | ".join(str(value) for value in figures[kind].values()) + " |")
-
-
-def machine() -> dict[str, Any]:
-    """Where this runs."""
-    is_cuda = torch.cuda.is_available()
-    return {
-        "device": torch.cuda.get_device_name() if is_cuda else f"{platform.machine()} CPU, {os.cpu_count()} cores",
-        "torch_threads": torch.get_num_threads(),
-        "load_average": os.getloadavg()[0],
-        "torch": torch.__version__,
-    }
 
 
 def _prompts(shape: Shape) -> Iterator[str]:
