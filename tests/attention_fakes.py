@@ -29,14 +29,16 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 @contextlib.contextmanager
-def installed(name: str, float32: bool = False) -> Iterator[list[dict[str, Any]]]:
-    """Lets the backend of a fake be chosen on this machine's CPU, for the body; gives the calls made to its kernel.
+def installed(name: str, float32: bool = False) -> Iterator[list[torch.Size]]:
+    """Lets the backend of a fake be chosen on this machine's CPU, for the body; gives the query's shape of every call.
+
+    A backend that was chosen in the body goes on working after it.
 
     Args:
         float32: Let it take float32 too, which only Ascend's kernel does, so that results can be compared tightly.
     """
     dtypes = (*HALF, torch.float32) if float32 or name == "npu" else HALF
-    calls: list[dict[str, Any]] = []
+    calls: list[torch.Size] = []
     with pytest.MonkeyPatch.context() as patch:
         for module in _modules(name, dtypes, calls):
             patch.setitem(sys.modules, module.__name__, module)
@@ -49,7 +51,7 @@ def installed(name: str, float32: bool = False) -> Iterator[list[dict[str, Any]]
         yield calls
 
 
-def _modules(name: str, dtypes: Sequence[torch.dtype], calls: list[dict[str, Any]]) -> Iterator[types.ModuleType]:
+def _modules(name: str, dtypes: Sequence[torch.dtype], calls: list[torch.Size]) -> Iterator[types.ModuleType]:
     if name == "torch_varlen":
         yield _module("torch.nn.attention.varlen", varlen_attn=fake_varlen_attn(dtypes, calls))
     elif name == "npu":
@@ -69,7 +71,7 @@ def _module(name: str, **members: Any) -> types.ModuleType:
 # ---------------------------------------------------------------------- the kernels
 
 
-def fake_varlen_attn(dtypes: Sequence[torch.dtype], calls: list[dict[str, Any]]) -> Any:
+def fake_varlen_attn(dtypes: Sequence[torch.dtype], calls: list[torch.Size]) -> Any:
     """`torch.nn.attention.varlen.varlen_attn`."""
 
     def varlen_attn(
@@ -89,17 +91,16 @@ def fake_varlen_attn(dtypes: Sequence[torch.dtype], calls: list[dict[str, Any]])
         block_table: Any = None,
         num_splits: Any = None,
     ) -> torch.Tensor:
-        calls.append(dict(locals()))
-        _check_flash(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, dtypes)
+        calls.append(query.shape)
         for tensor in (query, key, value):
             _require(tensor.stride(-1) == 1, "Input tensor must have contiguous last dimension")
             _require(tensor.shape[2] % 8 == 0, "head_size must be a multiple of 8")
-        return _attend(query, key, value, cu_seq_q.tolist(), scale)
+        return _flash(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, dtypes)
 
     return varlen_attn
 
 
-def fake_flash_attention_2(dtypes: Sequence[torch.dtype], calls: list[dict[str, Any]]) -> Any:
+def fake_flash_attention_2(dtypes: Sequence[torch.dtype], calls: list[torch.Size]) -> Any:
     """`flash_attn.flash_attn_varlen_func`. It pads head_dim and copies what is not contiguous by itself."""
 
     def flash_attn_varlen_func(
@@ -120,15 +121,14 @@ def fake_flash_attention_2(dtypes: Sequence[torch.dtype], calls: list[dict[str, 
         return_attn_probs: bool = False,
         block_table: Any = None,
     ) -> torch.Tensor:
-        calls.append(dict(locals()))
-        _check_flash(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dtypes)
+        calls.append(q.shape)
         _require((dropout_p, causal, return_attn_probs) == (0.0, False, False), "not what this fake computes")
-        return _attend(q, k, v, cu_seqlens_q.tolist(), softmax_scale)
+        return _flash(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, dtypes)
 
     return flash_attn_varlen_func
 
 
-def fake_flash_attention_3(dtypes: Sequence[torch.dtype], calls: list[dict[str, Any]]) -> Any:
+def fake_flash_attention_3(dtypes: Sequence[torch.dtype], calls: list[torch.Size]) -> Any:
     """`flash_attn_interface.flash_attn_varlen_func` of the releases that hand back (out, softmax_lse)."""
 
     def flash_attn_varlen_func(
@@ -155,16 +155,15 @@ def fake_flash_attention_3(dtypes: Sequence[torch.dtype], calls: list[dict[str, 
         deterministic: bool = False,
         sm_margin: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        calls.append(dict(locals()))
-        _check_flash(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dtypes)
+        calls.append(q.shape)
         _require(not causal, "not what this fake computes")
-        out = _attend(q, k, v, cu_seqlens_q.tolist(), softmax_scale)
+        out = _flash(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, dtypes)
         return out, torch.zeros(q.shape[1], q.shape[0])
 
     return flash_attn_varlen_func
 
 
-def fake_npu_fusion_attention(dtypes: Sequence[torch.dtype], calls: list[dict[str, Any]]) -> Any:
+def fake_npu_fusion_attention(dtypes: Sequence[torch.dtype], calls: list[torch.Size]) -> Any:
     """`torch_npu.npu_fusion_attention` in its TND layout. Its scale is 1 where none is given."""
 
     def npu_fusion_attention(
@@ -189,7 +188,7 @@ def fake_npu_fusion_attention(dtypes: Sequence[torch.dtype], calls: list[dict[st
         gen_mask_parallel: bool = True,
         sync: bool = False,
     ) -> tuple[Any, ...]:
-        calls.append(dict(locals()))
+        calls.append(query.shape)
         _require(input_layout == "TND", f"this fake knows TND, not {input_layout}")
         _require(pse is None and padding_mask is None and keep_prob == 1.0, "not what this fake computes")
         for ends in (actual_seq_qlen, actual_seq_kvlen):
@@ -218,10 +217,18 @@ def fake_npu_fusion_attention(dtypes: Sequence[torch.dtype], calls: list[dict[st
 # ---------------------------------------------------------------------- pieces
 
 
-def _check_flash(
-    q: Any, k: Any, v: Any, starts_q: Any, starts_k: Any, max_q: Any, max_k: Any, dtypes: Sequence[torch.dtype]
-) -> None:
-    """What the kernels' C++ checks, and two mistakes that they would answer with a wrong result."""
+def _flash(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    starts_q: torch.Tensor,
+    starts_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    scale: float | None,
+    dtypes: Sequence[torch.dtype],
+) -> torch.Tensor:
+    """Attention, after what the kernels' C++ checks, and two mistakes that they would answer with a wrong result."""
     _require(q.dtype in dtypes, "FlashAttention only support fp16 and bf16 data type")
     _require(k.dtype == q.dtype and v.dtype == q.dtype, "query and key must have the same dtype")
     _require(q.ndim == k.ndim == v.ndim == 3, "q, k and v must be (tokens, heads, head_dim)")
@@ -233,6 +240,7 @@ def _check_flash(
         _require(type(longest) is int, f"the longest row must be a whole number on the host, not {type(longest)}")
         _require(int(starts[0]) == 0 and int(starts[-1]) == len(tokens), "not all tokens have a row")
         _require(int(starts.diff().max()) <= longest, "a row is longer than the longest: its end would be left out")
+    return _attend(q, k, v, starts_q.tolist(), scale)
 
 
 def _require(is_so: bool, text: str) -> None:

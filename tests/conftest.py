@@ -75,9 +75,9 @@ def components() -> dict[str, Any]:
     return load_stock().components
 
 
-@pytest.fixture
-def make_pipe(components: dict[str, Any]) -> Iterator[Callable[..., ContinuousBatchingPipeline]]:
-    """Builds pipelines over shared (or, with `fresh=True`, own) components; stops their engines afterwards."""
+@contextlib.contextmanager
+def pipelines(components: dict[str, Any]) -> Iterator[Callable[..., ContinuousBatchingPipeline]]:
+    """Builds pipelines over these (or, with `fresh=True`, own) components; stops their engines afterwards."""
     made: list[ContinuousBatchingPipeline] = []
 
     def make(
@@ -91,11 +91,20 @@ def make_pipe(components: dict[str, Any]) -> Iterator[Callable[..., ContinuousBa
         made.append(pipe)
         return pipe
 
-    yield make
-    for pipe in made:
-        with contextlib.suppress(Exception):
-            if pipe._engine is not None:
-                pipe._engine.stop(hard_stop=True)
+    try:
+        yield make
+    finally:
+        for pipe in made:
+            with contextlib.suppress(Exception):
+                if pipe._engine is not None:
+                    pipe._engine.stop(hard_stop=True)
+
+
+@pytest.fixture
+def make_pipe(components: dict[str, Any]) -> Iterator[Callable[..., ContinuousBatchingPipeline]]:
+    """Builds pipelines over shared (or, with `fresh=True`, own) components; stops their engines afterwards."""
+    with pipelines(components) as make:
+        yield make
     gc.collect()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +14,7 @@ import torch.nn.functional as F
 from diffusers import FirstBlockCacheConfig
 
 from attention_fakes import FAKES, installed
-from conftest import assert_latents_equal, assert_pictures_equal, generator, load_stock
+from conftest import assert_latents_equal, assert_pictures_equal, generator, load_stock, pipelines
 from diffusers_continuous.batch import InputBatch
 from diffusers_continuous.layouts import Branch, choose_layout, tile_side, tiled
 from diffusers_continuous.request import TextEmbeds
@@ -23,38 +25,38 @@ BACKENDS = ["sdpa", *FAKES]
 VOCABULARY = "a red star left of the big blue circle on white background small green heart above ring"
 
 
-def call(height: int, width: int, num_words: int = 4, cfg: float = 1.0, steps: int = 4, **more: Any) -> dict[str, Any]:
+def call(height: int, width: int, num_words: int = 4, cfg: float = 1.0, **more: Any) -> dict[str, Any]:
     """Arguments of one call, guided where `cfg` is more than 1."""
     words = VOCABULARY.split()
     prompt = " ".join(words[(num_words + i) % len(words)] for i in range(num_words))
     negative = {"negative_prompt": " "} if cfg > 1 else {}
-    sizes = {"height": height, "width": width, "num_inference_steps": steps, "true_cfg_scale": cfg}
-    return {"prompt": prompt, **sizes, **negative, **more}
+    return {"prompt": prompt, "height": height, "width": width, "true_cfg_scale": cfg, **negative, **more}
+
+
+def mix(*calls: dict[str, Any]) -> list[dict[str, Any]]:
+    """The calls with 2 and 3 steps in turn, so that neighbours differ in noise level and some leave before others."""
+    return [{"num_inference_steps": 2 + i % 2, **arguments} for i, arguments in enumerate(calls)]
 
 
 MIXES: dict[str, list[dict[str, Any]]] = {
-    "one size": [call(96, 96, 3, 4.0, 6), call(96, 96, 9), call(96, 96, 3, steps=5)],
-    "two sizes": [call(96, 96, 5, 4.0), call(96, 144, 7), call(96, 96, 2)],
-    "four sizes": [call(128, 128, 5), call(64, 128, 8, 4.0), call(64, 64, 2, steps=6), call(192, 64, 12)],
-    "transposed": [call(96, 192, 6, 4.0), call(192, 96, 6), call(96, 192, 11), call(192, 96, 2, 4.0)],
-    "96 with 144": [call(96, 96, 5, 4.0), call(144, 144, 7)],
-    "80 with 112": [call(80, 112, 5, 4.0), call(112, 80, 7), call(80, 80, 3)],
-    "a single row": [call(96, 192, 6)],
-    "a single guided row": [call(192, 96, 6, 4.0)],
-    "a row that is one tile": [call(64, 64, 5), call(64, 192, 7, 4.0), call(128, 64, 1)],
-    "guidance off, 2, 4, 7": [call(96, 96, 5, cfg) for cfg in (1.0, 2.0, 4.0, 7.0)],
+    "one size": mix(call(96, 96, 5, 4.0), call(96, 96, 9), call(96, 96, 2)),
+    "two sizes": mix(call(96, 144, 7), call(96, 96, 5, 4.0), call(96, 96, 2)),
+    "four sizes": mix(call(64, 64, 5), call(64, 128, 8, 4.0), call(128, 128, 2), call(192, 64, 12)),
+    "transposed": mix(call(64, 128, 6, 4.0), call(128, 64, 6), call(64, 128, 11), call(128, 64, 2, 4.0)),
+    "96 with 144": mix(call(96, 96, 5, 4.0), call(144, 144, 7)),
+    "80 with 112": mix(call(80, 112, 5, 4.0), call(112, 80, 7), call(80, 80, 3)),
+    "a single row": mix(call(96, 144, 7)),
+    "a single guided row": mix(call(96, 96, 5, 4.0)),
+    "a row that is one tile": mix(call(64, 64, 5), call(64, 128, 8, 4.0), call(128, 64, 1)),
+    "guidance off, 2, 4, 7": mix(*(call(64, 64, 5, cfg) for cfg in (1.0, 2.0, 4.0, 7.0))),
     # A word of the vocabulary is a token or two.
-    "texts from the shortest to 200 tokens": [call(64, 96, n, cfg) for n, cfg in ((0, 1.0), (1, 4.0), (40, 1.0))]
-    + [call(64, 96, 150, 4.0)],
-    "several images per call": [
-        call(96, 64, 1, 4.0, num_images_per_prompt=3),
-        call(96, 64, 0),
-        call(64, 96, 12, num_images_per_prompt=2),
-    ],
+    "texts from the shortest to 200 tokens": mix(
+        call(64, 96, 0), call(64, 96, 1, 4.0), call(64, 96, 40), call(64, 96, 150, 4.0)
+    ),
+    "several images per call": mix(
+        call(96, 64, 1, 4.0, num_images_per_prompt=3), call(96, 64, 0), call(64, 96, 12, num_images_per_prompt=2)
+    ),
 }
-
-
-FEW = ["transposed", "80 with 112", "texts from the shortest to 200 tokens"]  # of which the fakes get some
 
 
 def fits(layout: str, calls: list[dict[str, Any]]) -> bool:
@@ -62,101 +64,110 @@ def fits(layout: str, calls: list[dict[str, Any]]) -> bool:
     return layout != "padded" or len({c["height"] * c["width"] for c in calls}) == 1
 
 
-def cases(mixes: list[str], mixes_of_fakes: list[str]) -> list[tuple[str, str, str]]:
-    """Layout, backend and mix of every test."""
-    return [
-        (layout, backend, mix)
-        for layout in LAYOUTS
-        for backend in BACKENDS
-        for mix in (mixes if backend == "sdpa" else mixes_of_fakes)
-        if fits(layout, MIXES[mix])
-    ]
+in_every_layout_and_backend = pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        pytest.param(kind, name, id="-".join((*kind, name)))
+        for kind in itertools.product(LAYOUTS, BACKENDS)
+        for name, calls in MIXES.items()
+        if fits(kind[0], calls)
+    ],
+    indirect=["kind"],
+)
 
-
-@pytest.fixture
-def backend(request):
-    """The `attention_backend` that a test names, there as long as the test runs."""
-    if request.param == "sdpa":
-        yield "sdpa"
-    else:
-        with installed(request.param, float32=True):
-            yield FAKES[request.param]
+# Decoding knows neither layouts nor backends: so many pictures are enough with a fake, sdpa draws all.
+PICTURES_OF_FAKES = ["transposed", "80 with 112", "several images per call"]
 
 
 @pytest.fixture(scope="module")
-def solo_latents(stock):
-    """The stock pipeline's latents of call number `seed`, each call run once for all layouts."""
-    known: dict[str, torch.Tensor] = {}
+def kind(request):
+    """The layout and the backend of a test."""
+    return request.param
 
-    def latents(arguments: dict[str, Any], seed: int) -> torch.Tensor:
-        key = repr((arguments, seed))
+
+@pytest.fixture(scope="module")
+def shared_pipe(components, kind):
+    """One pipeline for all mixes of a kind. First come, first served: all rows begin in one step."""
+    layout, backend = kind
+    with pipelines(components) as make:
+        with contextlib.nullcontext() if backend == "sdpa" else installed(backend, float32=True):
+            name = FAKES.get(backend, backend)
+            pipe = make(batch_layout=layout, attention_backend=name, scheduler_type="fcfs")
+        yield pipe
+
+
+@pytest.fixture(scope="module")
+def solo_run(stock):
+    """The stock pipeline's pictures and last latents of call number `seed`, each call run once for all layouts."""
+    known: dict[str, tuple[list[Any], torch.Tensor]] = {}
+
+    def run(arguments: dict[str, Any], seed: int) -> tuple[list[Any], torch.Tensor]:
+        def keep(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+            last.update(tensors)
+            return {}
+
+        key, last = repr((arguments, seed)), {}
         if key not in known:
-            known[key] = stock(**arguments, generator=generator(seed), output_type="latent").images
+            images = stock(**arguments, generator=generator(seed), callback_on_step_end=keep).images
+            known[key] = images, last["latents"]
         return known[key]
 
-    return latents
+    return run
 
 
-def draw_together(pipe: Any, calls: list[dict[str, Any]]) -> tuple[list[Any], list[str]]:
-    """The images of all calls, which begin in one step, and the names of the layouts they ran in."""
+def draw_together(pipe: Any, calls: list[dict[str, Any]], **common: Any) -> tuple[list[Any], list[str]]:
+    """The outputs of all calls, which begin in one step, call i with seed i, and the layout of every step."""
     engine, layouts = pipe._engine, []
-    states = [pipe._make_request(**arguments) for arguments in calls]
+    states = [
+        pipe._make_request(**arguments, **common, generator=generator(seed)) for seed, arguments in enumerate(calls)
+    ]
     for state in states:
         engine.submit(state)
     while not all(state.status.is_ending for state in states):
         engine._step()
-        layouts += [composition.layout.name for composition in engine.runner._compositions.values()]
+        for composition in engine.runner._compositions.values():
+            assert layouts or len(composition.cond_slices) == sum(len(state.rows) for state in states)
+            layouts.append(composition.layout.name)
     outputs = [state.future.final for state in states]
     for output in outputs:
         if output.error is not None:
             raise output.error
-    return [output.latents if output.images is None else output.images for output in outputs], layouts
+    return outputs, layouts
 
 
-@pytest.mark.parametrize(("layout", "backend", "mix"), cases([*MIXES], FEW), indirect=["backend"])
-def test_every_row_equals_its_stock_solo_run(backend, make_pipe, solo_latents, layout, mix):
-    pipe, calls = make_pipe(batch_layout=layout, attention_backend=backend), MIXES[mix]
-    drawn, layouts = draw_together(
-        pipe, [{**c, "generator": generator(seed), "output_type": "latent"} for seed, c in enumerate(calls)]
-    )
-    for seed, (arguments, ours) in enumerate(zip(calls, drawn, strict=True)):
-        assert_latents_equal(ours, solo_latents(arguments, seed))
+@in_every_layout_and_backend
+def test_every_row_equals_its_stock_solo_run(shared_pipe, solo_run, kind, name):
+    layout, backend = kind
+    has_pictures = backend == "sdpa" or name in PICTURES_OF_FAKES
+    outputs, layouts = draw_together(shared_pipe, MIXES[name], output_type="pil" if has_pictures else "latent")
+    for seed, (arguments, output) in enumerate(zip(MIXES[name], outputs, strict=True)):
+        images, latents = solo_run(arguments, seed)
+        assert_latents_equal(output.latents, latents)
+        if has_pictures:
+            for ours, expected in zip(output.images, images, strict=True):
+                assert_pictures_equal(ours, expected)
     assert set(layouts) == {layout}
 
 
-@pytest.mark.parametrize("mix", MIXES)
-def test_auto_is_packed(mix):
-    branches = [make_branch(row, c["height"], c["width"]) for row, c in enumerate(MIXES[mix])]
+@pytest.mark.parametrize("name", MIXES)
+def test_auto_is_packed(name):
+    branches = [make_branch(row, c["height"], c["width"]) for row, c in enumerate(MIXES[name])]
     assert choose_layout("auto", branches) == "packed"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_pictures_equal_the_stock_pictures(make_pipe, stock, layout):
-    calls = MIXES["transposed"][:2]
-    drawn, _ = draw_together(
-        make_pipe(batch_layout=layout), [{**c, "generator": generator(seed)} for seed, c in enumerate(calls)]
-    )
-    for seed, (arguments, (ours,)) in enumerate(zip(calls, drawn, strict=True)):
-        assert_pictures_equal(ours, stock(**arguments, generator=generator(seed)).images[0])
-
-
-@pytest.fixture
-def rows_and_model(make_pipe):
-    """Makes encoded rows of calls, the noise of call i drawn from `seeds[i]`, and the model that steps them."""
-
-    def make(layout: str, calls: list[dict[str, Any]], backend: str = "sdpa") -> tuple[list[Any], Any]:
-        pipe = make_pipe(batch_layout=layout, attention_backend=backend)
-        model = pipe._engine.runner._model
-        rows = [
-            row
-            for seed, arguments in enumerate(calls)
-            for row in pipe._make_request(**arguments, generator=generator(seed)).rows
-        ]
-        with torch.no_grad():
-            model.prepare_encode(rows)
-        return rows, model
-
-    return make
+def encode(pipe: Any, calls: list[dict[str, Any]]) -> tuple[list[Any], Any]:
+    """Encoded rows of calls, call i with seed i, each at a noise level of its own, and the model that steps them."""
+    rows = [
+        row
+        for seed, arguments in enumerate(calls)
+        for row in pipe._make_request(**{**arguments, "num_inference_steps": 50}, generator=generator(seed)).rows
+    ]
+    for index, row in enumerate(rows):
+        row.step = index
+    model = pipe._engine.runner._model
+    with torch.no_grad():
+        model.prepare_encode(rows)
+    return rows, model
 
 
 @torch.no_grad()
@@ -164,13 +175,28 @@ def predict(model: Any, rows: list[Any]) -> list[torch.Tensor]:
     return model.denoise_step(InputBatch.make(rows, model))
 
 
-@pytest.mark.parametrize(("layout", "backend", "mix"), cases(["one size", *FEW], ["transposed"]), indirect=["backend"])
-def test_rows_do_not_depend_on_their_order_or_their_neighbours(backend, rows_and_model, layout, mix):
-    calls = MIXES[mix]
-    height, width = calls[0]["height"], calls[0]["width"]
-    others = [call(height, width, 30, 7.0), call(height, width, 18)]  # of one size with the first row
-    rows, model = rows_and_model(layout, [*calls, *others], backend)
-    rows, others = rows[: -len(others)], rows[-len(others) :]
+@pytest.fixture(scope="module")
+def rows_of(components):
+    """The encoded rows of a mix and two that may stand in for their neighbours, made once: no forward changes a row."""
+    known: dict[str, tuple[list[Any], list[Any]]] = {}
+    with pipelines(components) as make:
+        pipe = make(batch_layout="packed")
+
+        def rows_of(name: str) -> tuple[list[Any], list[Any]]:
+            if name not in known:
+                height, width = MIXES[name][0]["height"], MIXES[name][0]["width"]
+                others = call(height, width, 30, 7.0), call(height, width, 18)  # of one size with the first row
+                rows, _ = encode(pipe, [*MIXES[name], *others])
+                known[name] = rows[:-2], rows[-2:]
+            return known[name]
+
+        yield rows_of
+
+
+@in_every_layout_and_backend
+def test_rows_do_not_depend_on_their_order_or_their_neighbours(shared_pipe, rows_of, kind, name):
+    model = shared_pipe._engine.runner._model
+    rows, others = rows_of(name)
     together = predict(model, rows)
     for ours, expected in zip(predict(model, rows[::-1]), together[::-1], strict=True):
         assert_close(ours, expected)
@@ -184,9 +210,9 @@ def assert_close(a: torch.Tensor, b: torch.Tensor) -> None:
     assert (a - b).abs().mean() <= 2e-6
 
 
-@pytest.mark.parametrize("mix", ["four sizes", "transposed", "80 with 112", "a single guided row"])
-def test_tiles_change_no_bit(rows_and_model, mix):
-    rows, model = rows_and_model("packed", MIXES[mix])
+@pytest.mark.parametrize("name", ["four sizes", "transposed", "80 with 112", "a single guided row"])
+def test_tiles_change_no_bit(make_pipe, name):
+    rows, model = encode(make_pipe(batch_layout="packed"), MIXES[name])
     expected = predict(model, rows)
     model.batch_layout = "tiled"
     for ours, packed in zip(predict(model, rows), expected, strict=True):
@@ -269,8 +295,8 @@ def masks(monkeypatch):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_no_mask_where_nothing_is_padded(rows_and_model, masks, layout):
-    rows, model = rows_and_model(layout, [call(96, 192, 6), call(192, 96, 6), call(96, 192, 6)])
+def test_no_mask_where_nothing_is_padded(make_pipe, masks, layout):
+    rows, model = encode(make_pipe(batch_layout=layout), mix(call(96, 192, 6), call(192, 96, 6), call(96, 192, 6)))
     masks.clear()  # the text encoder's
     batch = InputBatch.make(rows, model)
     with torch.no_grad():
@@ -281,8 +307,8 @@ def test_no_mask_where_nothing_is_padded(rows_and_model, masks, layout):
     assert all(mask is None for mask in masks)
 
 
-def test_padding_is_masked_by_one_small_mask(rows_and_model, masks):
-    rows, model = rows_and_model("padded", [call(96, 96, 2, 4.0), call(96, 96, 20)])
+def test_padding_is_masked_by_one_small_mask(make_pipe, masks):
+    rows, model = encode(make_pipe(batch_layout="padded"), mix(call(96, 96, 2, 4.0), call(96, 96, 20)))
     masks.clear()
     batch = InputBatch.make(rows, model)
     with torch.no_grad():
@@ -296,8 +322,9 @@ def test_padding_is_masked_by_one_small_mask(rows_and_model, masks):
     assert batch.composition.prompt_embeds.shape[0] == 3 * max(texts)
 
 
-def test_garbage_in_padded_slots_changes_nothing(rows_and_model):
-    rows, model = rows_and_model("padded", [call(96, 96, 2, 4.0), call(96, 96, 20), call(96, 96, 0)])
+def test_garbage_in_padded_slots_changes_nothing(make_pipe):
+    calls = mix(call(96, 96, 2, 4.0), call(96, 96, 20), call(96, 96, 0))
+    rows, model = encode(make_pipe(batch_layout="padded"), calls)
     batch = InputBatch.make(rows, model)
     composition, longest = batch.composition, max(b.text.num_tokens for b in batch.composition.branches)
     is_word = batch.layout.joint.valid.view(batch.layout.num_rows, -1)[:, :longest].reshape(-1, 1)
@@ -310,30 +337,31 @@ def test_garbage_in_padded_slots_changes_nothing(rows_and_model):
             assert torch.equal(ours, expected)
 
 
-def test_rows_that_cannot_be_padded_are_packed(make_pipe, solo_latents):
-    calls = [call(96, 96, 5, 4.0), call(96, 96, 9), call(96, 144, 7, steps=2)]
-    drawn, layouts = draw_together(
-        make_pipe(batch_layout="padded"),
-        [{**c, "generator": generator(seed), "output_type": "latent"} for seed, c in enumerate(calls)],
-    )
-    assert layouts[:2] == ["packed"] * 2
-    assert set(layouts[2:]) == {"padded"}  # as soon as they can be
-    for seed, (arguments, ours) in enumerate(zip(calls, drawn, strict=True)):
-        assert_latents_equal(ours, solo_latents(arguments, seed))
+def test_rows_that_cannot_be_padded_are_packed(make_pipe, solo_run):
+    calls = MIXES["two sizes"]
+    outputs, layouts = draw_together(make_pipe(batch_layout="padded"), calls)
+    assert layouts == ["packed", "packed", "padded"]  # as soon as they can be
+    for seed, (arguments, output) in enumerate(zip(calls, outputs, strict=True)):
+        assert_latents_equal(output.latents, solo_run(arguments, seed)[1])
 
 
 # ---------------------------------------------------------------------- with a step cache
 
 
+@pytest.fixture(scope="module")
+def step_cached():
+    """Calls, and what the stock pipeline makes of each with a step cache."""
+    stock = load_stock()
+    stock.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.12))
+    calls = [call(96, 192, 3, num_inference_steps=10), call(192, 96, 9, num_inference_steps=8)]
+    return calls, [stock(**c, generator=generator(seed), output_type="latent").images for seed, c in enumerate(calls)]
+
+
 @pytest.mark.parametrize("layout", ["padded", "tiled"])
-def test_a_step_cache_sees_packed_rows_and_decides_as_ever(make_pipe, layout):
-    cached_stock = load_stock()
-    cached_stock.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.12))
-    calls = [call(96, 192, 3, steps=10), call(192, 96, 9, steps=8)]
-    drawn, layouts = draw_together(
-        make_pipe(batch_layout=layout, step_cache_threshold=0.12),
-        [{**c, "generator": generator(seed), "output_type": "latent"} for seed, c in enumerate(calls)],
-    )
-    for seed, (arguments, ours) in enumerate(zip(calls, drawn, strict=True)):
-        assert_latents_equal(ours, cached_stock(**arguments, generator=generator(seed), output_type="latent").images)
+def test_a_step_cache_sees_packed_rows_and_decides_as_ever(make_pipe, step_cached, layout):
+    calls, expected = step_cached
+    pipe = make_pipe(batch_layout=layout, step_cache_threshold=0.12)
+    outputs, layouts = draw_together(pipe, calls, output_type="latent")
+    for output, latents in zip(outputs, expected, strict=True):
+        assert_latents_equal(output.latents, latents)
     assert set(layouts) == {"packed"}
