@@ -72,7 +72,11 @@ def stock() -> QwenImagePipeline:
 @pytest.fixture(scope="session")
 def components() -> dict[str, Any]:
     """Components that our pipelines share among tests which do not change them."""
-    return load_stock().components
+    components = load_stock().components
+    # What is here now stays: the collection after each test need not look through it, which took a fifth of a second.
+    gc.collect()
+    gc.freeze()
+    return components
 
 
 @contextlib.contextmanager
