@@ -29,11 +29,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                     item.add_marker(pytest.mark.skip(reason=f"needs {kind}, which is not here"))
 
 
-def pytest_collection_finish() -> None:
-    """A full collection after every test would otherwise go through all that the imported packages have made."""
-    gc.freeze()
-
-
 def load_stock(dtype: torch.dtype = torch.float32) -> QwenImagePipeline:
     """A stock pipeline with fresh components."""
     pipe = QwenImagePipeline.from_pretrained(embedded.embedded_model_path(), dtype=dtype)

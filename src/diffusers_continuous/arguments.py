@@ -35,7 +35,10 @@ MAX_ROTARY_POSITIONS = 4096
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CallArguments:
-    """A checked call. Lists have one entry per row, in stock order (each prompt's images next to each other)."""
+    """A checked call. Lists have one entry per row, in stock order (each prompt's images next to each other).
+
+    `device` is where the pipeline computes.
+    """
 
     params: SamplingParams
     prompts: list[str | None]
@@ -51,6 +54,7 @@ class CallArguments:
     callback: Callable[..., Any] | None
     request_id: str | None
     seed: int | None
+    device: torch.device
 
     @property
     def num_rows(self) -> int:
@@ -96,7 +100,8 @@ def check_arguments(
         RequestError: names the argument, its value and the limit.
         UnsupportedModelError: when something attached to the pipeline would mix rows up.
     """
-    check_pipeline(pipe)
+    device = torch.device(pipe._execution_device)  # asked once: diffusers goes through all modules to find out
+    _check_pipeline(pipe, device)
     num_inference_steps = _whole("num_inference_steps", num_inference_steps, 1, MAX_STEPS)
     num_images_per_prompt = _whole("num_images_per_prompt", num_images_per_prompt, 1, MAX_IMAGES_PER_PROMPT)
     max_sequence_length = _whole("max_sequence_length", max_sequence_length, 1, MAX_SEQUENCE_LENGTH)
@@ -162,13 +167,14 @@ def check_arguments(
         callback=callback_on_step_end,
         request_id=request_id,
         seed=seed,
+        device=device,
     )
 
 
 CALL_ARGUMENTS = tuple(inspect.signature(check_arguments).parameters)[1:]
 
 
-def check_pipeline(pipe: Any) -> None:
+def _check_pipeline(pipe: Any, device: torch.device) -> None:
     """Refuse a pipeline in a state in which requests would disturb each other or come out wrong."""
     transformer = pipe.transformer
     if transformer.dtype == torch.float16:
@@ -178,8 +184,7 @@ def check_pipeline(pipe: Any) -> None:
             "the transformer's cache hooks keep one state for all requests and would mix them up; "
             "call pipe.transformer.disable_cache() and use ContinuousBatchingConfig(step_cache_threshold=...)"
         )
-    device_type = torch.device(pipe._execution_device).type
-    if torch.is_autocast_enabled(device_type):
+    if torch.is_autocast_enabled(device.type):
         raise RequestError(
             "called inside torch.autocast, which cannot reach the engine's thread; "
             "load the pipeline with dtype=... instead"

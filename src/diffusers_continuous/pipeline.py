@@ -324,7 +324,7 @@ class ContinuousBatchingMixin:
                 return [None] * arguments.num_rows
             limit = arguments.params.max_sequence_length
             mask = None if mask is None else mask[:, :limit]
-            texts = split_embeds(embeds[:, :limit].to(self._execution_device, copy=True), mask)
+            texts = split_embeds(embeds[:, :limit].to(arguments.device, copy=True), mask)
             repeat = arguments.num_rows // len(texts)
             return [text for text in texts for _ in range(repeat)]
 
@@ -350,7 +350,7 @@ class ContinuousBatchingMixin:
             height=params.height,
             width=params.width,
             dtype=dtype,
-            device=self._execution_device,
+            device=arguments.device,
         )
         if arguments.generator is None and arguments.latents is None:
             first = arguments.seed
@@ -381,7 +381,7 @@ class ContinuousBatchingMixin:
             copies.append(twin)
         rows = [copies[index % len(copies)] for index in range(arguments.num_rows)]
         seeds = [int(torch.randint(0, 2**62, (), dtype=torch.int64, generator=g, device=g.device)) for g in rows]
-        return [torch.Generator(device=self._execution_device).manual_seed(seed) for seed in seeds]
+        return [torch.Generator(device=arguments.device).manual_seed(seed) for seed in seeds]
 
     def _prepare_decoder(self, arguments: CallArguments) -> int:
         """Steps of the decoder that was asked for; refuses or warns about what it cannot do well."""
@@ -392,9 +392,9 @@ class ContinuousBatchingMixin:
         height, width = (
             side // self.vae_scale_factor * transformer.spatial_scale for side in (params.height, params.width)
         )
-        if torch.device(decoder._execution_device).type != torch.device(self._execution_device).type:
+        if torch.device(decoder._execution_device).type != arguments.device.type:
             raise RequestError(
-                f"the decoder is on {decoder._execution_device}, the pipeline on {self._execution_device}: "
+                f"the decoder is on {decoder._execution_device}, the pipeline on {arguments.device}: "
                 "call pipe.decoder.to(...), or pipe.to(...), which moves both"
             )
         transformer.warn_if_untrained_size(height, width)
@@ -419,7 +419,7 @@ class ContinuousBatchingMixin:
         name = type(noise_scheduler).__name__
         try:
             with np.errstate(all="ignore"):  # what is not finite is refused below
-                retrieve_timesteps(noise_scheduler, steps, self._execution_device, sigmas=sigmas, mu=mu)
+                retrieve_timesteps(noise_scheduler, steps, arguments.device, sigmas=sigmas, mu=mu)
         except Exception as error:
             raise RequestError(f"{name} does not accept these sigmas: {error}") from error
         if arguments.params.decoder == "pid":

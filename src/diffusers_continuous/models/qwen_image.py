@@ -94,6 +94,7 @@ class QwenImageStepModel:
         self._transformer_ref = weakref.ref(pipe.transformer)
         self._choose_attention = choose_attention
         self._attention: AttentionBackend | None = None
+        self._device: torch.device | None = None
         self._prompts: OrderedDict[tuple[str, int], TextEmbeds] = OrderedDict()
         self._config = config
         self.num_branch_steps = self.num_skipped_branch_steps = 0
@@ -136,7 +137,7 @@ class QwenImageStepModel:
             decoder.forget_captions()
         self._rotary.clear()
         self._preview = LatentPreview()
-        self._attention = None
+        self._attention = self._device = None
 
     @property
     def _pipe(self) -> QwenImagePipeline:
@@ -150,8 +151,10 @@ class QwenImageStepModel:
 
     @property
     def device(self) -> torch.device:
-        """Where rows live and forwards run."""
-        return torch.device(self._pipe._execution_device)
+        """Where rows live and forwards run. Asked once: diffusers goes through all modules to find out."""
+        if self._device is None:
+            self._device = torch.device(self._pipe._execution_device)
+        return self._device
 
     @property
     def is_phased(self) -> bool:
@@ -264,7 +267,7 @@ class QwenImageStepModel:
         """Bring along the rows that waited while the pipeline was moved to another device or cast to another dtype."""
         if not rows:
             return
-        if self._pipe.transformer.dtype == torch.float16:
+        if next(self._pipe.transformer.parameters()).dtype == torch.float16:
             raise UnsupportedModelError(FLOAT16_ADVICE)
         device = self.device
         for row in rows:
