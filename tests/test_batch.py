@@ -96,7 +96,7 @@ def test_a_repeated_prompt_is_encoded_once_and_a_bounded_number_is_kept(make_pip
     ]
     with torch.no_grad():
         model.prepare_encode(rows)
-        assert encoded == [["a ring", "a star"], [" "]]  # newcomers of one length together, each prompt once
+        assert encoded == [[" "], ["a ring", "a star"]]  # newcomers of one length together, each prompt once
         assert rows[0].text is rows[2].text
         model.prepare_encode(list(pipe._make_request("a ring", height=64, width=64).rows))
         assert len(encoded) == 2

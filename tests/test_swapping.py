@@ -14,6 +14,7 @@ from conftest import assert_latents_equal, assert_pictures_equal, generator
 from diffusers_continuous import ConfigError, ContinuousBatchingPipeline, RequestError, StepFailedError
 from diffusers_continuous.batch import InputBatch
 from diffusers_continuous.engine import DiffusionEngine
+from diffusers_continuous.memory import budget
 from diffusers_continuous.memory.budget import LEAST_BYTES
 from diffusers_continuous.memory.host_swap import HostSwap, PagedTensors
 from diffusers_continuous.memory.row_state import RowMover, keep_texts, replace_tensors
@@ -454,3 +455,33 @@ def test_the_probe_of_the_largest_step_runs(make_pipe):
     runner._model.denoise_step = lambda batch: sizes.append(batch.num_tokens) or denoise_step(batch)
     runner.warm_up()
     assert 40 < sizes[0] <= 64
+
+
+def test_no_encoding_is_larger_than_the_one_that_the_pool_was_made_beside(make_pipe, monkeypatch):
+    pipe = make_pipe(dtype=torch.bfloat16, max_batch_tokens=1600)
+    sizes: list[int] = []
+
+    def count(module: Any, args: Any, kwargs: Any) -> None:
+        sizes.append(kwargs["input_ids"].numel())
+
+    def peak_of(device: torch.device, work: Any) -> int:
+        work()
+        return max(sizes, default=0)
+
+    monkeypatch.setattr(budget, "is_host", lambda device: False)
+    monkeypatch.setattr(budget, "peak_bytes", peak_of)
+    monkeypatch.setattr(budget, "empty_cache", lambda device: None)
+    monkeypatch.setattr(budget, "memory_info", lambda device: (10**10, 10**10))
+    monkeypatch.setattr(budget, "LEAST_BYTES", 0)
+    runner = pipe._engine.runner
+    with pipe.text_encoder.register_forward_pre_hook(count, with_kwargs=True):
+        num_bytes = budget.pool_bytes(torch.device("cpu"), 1.0, runner.warm_up)
+        assert not runner._model._prompts
+        peak = 10**10 - num_bytes
+        sizes.clear()
+        prompts = ["a " * length for length in (3, 900, 40, 80, 1500, 500, 501)]
+        rows = pipe._make_request(prompt=prompts, **SMALL).rows
+        runner._model.prepare_encode(rows)
+    assert sizes == [3 * 120, 2 * 541, 940, 1058]  # 40 tokens are the template's, and the longest prompt is cut
+    assert max(sizes) <= peak
+    assert [row.text.num_tokens for row in rows] == [9, 512, 46, 86, 512, 506, 507]

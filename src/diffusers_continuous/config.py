@@ -25,8 +25,8 @@ class ContinuousBatchingConfig:
     Attributes:
         max_requests_per_batch: Most images (rows) that denoise together. A call with `num_images_per_prompt=3` is
             three rows.
-        max_batch_tokens: Most tokens (image and text, both guidance branches) in one forward. A row that is larger
-            runs alone.
+        max_batch_tokens: Most tokens (image and text, both guidance branches) in one forward, and most tokens of
+            prompts, padding among them, that are encoded together. A row or a prompt that is larger runs alone.
         max_queue_size: Most rows that may wait; one more raises `QueueFullError`. 0 means no limit.
         scheduler_type: The policy; with each, a lower `priority` goes first. `"slo"`: as many requests on time as can
             be. `"edf"`: by deadline. `"least_slack"`: by deadline less the predicted remaining time. These three pause

@@ -165,6 +165,10 @@ class StepModel(Protocol):
         """Set `text` (and `negative_text`) of every row."""
         ...
 
+    def encode_examples(self) -> None:
+        """Encode at least as much as is ever encoded at one time, of prompts that nobody made. Keeps nothing."""
+        ...
+
     def rotary(self, row: Row, is_negative: bool) -> torch.Tensor:
         """Rotary table of one branch: (text + image tokens, head_dim / 2), text first."""
         ...

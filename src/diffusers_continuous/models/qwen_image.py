@@ -9,6 +9,7 @@ import contextlib
 import inspect
 import logging
 import math
+import operator
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -220,17 +221,34 @@ class QwenImageStepModel:
         return [texts[prompt] for prompt in prompts]
 
     def _encodable_together(self, prompts: list[str]) -> list[list[str]]:
-        """All of them; in float32, where a padded neighbour would change the last bits, those of one length."""
-        pipe = self._pipe
-        if pipe.text_encoder.dtype != torch.float32:
-            return [prompts]
-        lengths = [
-            len(ids) for ids in pipe.tokenizer([pipe.prompt_template_encode.format(p) for p in prompts]).input_ids
-        ]
-        groups: dict[int, list[str]] = {}
-        for prompt, length in zip(prompts, lengths, strict=True):
-            groups.setdefault(length, []).append(prompt)
-        return list(groups.values())
+        """So many that they have `max_batch_tokens` with padding; in float32, whose last bits that changes, without."""
+        pipe, limit = self._pipe, self._config.max_batch_tokens
+        texts = [pipe.prompt_template_encode.format(prompt) for prompt in prompts]
+        ids = pipe.tokenizer(texts, max_length=self._max_encoder_tokens, truncation=True).input_ids
+        has_padding = pipe.text_encoder.dtype != torch.float32
+        groups: list[list[str]] = []
+        shortest = 0
+        for length, prompt in sorted(zip(map(len, ids), prompts, strict=True), key=operator.itemgetter(0)):
+            fits = bool(groups) and length * (len(groups[-1]) + 1) <= limit
+            if not fits or (length > shortest and not has_padding):
+                groups.append([])
+                shortest = length
+            groups[-1].append(prompt)
+        return groups
+
+    @property
+    def _max_encoder_tokens(self) -> int:
+        """Tokens at which the pipeline cuts a prompt, its template among them."""
+        return int(self._pipe.tokenizer_max_length + self._pipe.prompt_template_encode_start_idx)
+
+    def encode_examples(self) -> None:
+        """Encode the longest prompts, so many that no encoding is larger. Keeps nothing."""
+        if self._pipe.text_encoder is None:
+            return
+        longest = self._max_encoder_tokens
+        prompts = ["a " * longest] * math.ceil(self._config.max_batch_tokens / longest)
+        self._make_room(self._pipe.text_encoder)
+        self._pipe.encode_prompt(prompt=prompts)
 
     def _lookup(self, prompt: str | None, length: int, fresh: dict[tuple[str, int], TextEmbeds]) -> TextEmbeds:
         assert prompt is not None
