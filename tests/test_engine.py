@@ -11,6 +11,7 @@ import weakref
 
 import pytest
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 
 from conftest import assert_latents_equal, generator
 from diffusers_continuous import (
@@ -320,9 +321,70 @@ def test_a_step_whose_end_ran_out_of_memory_is_looked_at_row_by_row(pipe, stock,
     assert refused == [3, 1][:num_refused]
     good = [seed for seed, output in enumerate(outputs) if output.error is None]
     assert len(good) == 4 - num_refused  # a row whose own turn is refused fails alone
+    assert all("step 1 of 3" in str(output.error) for output in outputs if output.error)
     for seed in good:
         assert_latents_equal(outputs[seed].images, stock("a ring", generator=generator(seed), **SMALL).images)
     assert engine.fatal_error is None
+
+
+NOISE_SCHEDULERS = {
+    "euler": FlowMatchEulerDiscreteScheduler(),
+    "stochastic": FlowMatchEulerDiscreteScheduler(stochastic_sampling=True),
+    "unipc": UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
+}
+
+
+@pytest.mark.parametrize("name", NOISE_SCHEDULERS)
+def test_a_noise_scheduler_without_memory_halfway_steps_again_from_where_it_was(make_pipe, monkeypatch, name):
+    pipe = make_pipe()
+    pipe.scheduler = NOISE_SCHEDULERS[name]
+    step, calls = type(pipe.scheduler).step, []
+
+    def full_now_and_then(self, *args, **kwargs):
+        result = step(self, *args, **kwargs)  # it has moved and has drawn its noise
+        calls.append(1)
+        if len(calls) in (3, 5):
+            raise torch.OutOfMemoryError("no room")
+        return result
+
+    call = {**SMALL, "num_inference_steps": 5, "seed": 3}
+    inputs = [
+        {"prompt": "a ring", **call},
+        {"prompt": "a star", "num_images_per_prompt": 2, "callback_on_step_end": lambda *_: {}, **call},
+    ]
+    for arguments in inputs:
+        expected = pipe(**arguments).images
+        calls.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(type(pipe.scheduler), "step", full_now_and_then)
+            again = pipe(**arguments).images
+        assert torch.equal(again, expected)
+        assert len(calls) == 7
+    assert pipe._engine.stats().num_batch_retries == 4
+
+
+def test_a_noise_scheduler_that_never_has_memory_fails_its_request_alone(pipe, stock, monkeypatch):
+    engine = pipe.init_continuous_batching()
+    model = engine.runner._model
+    step_scheduler, num_tries = model.step_scheduler, []
+
+    def full(rows, noise_pred):
+        is_last = rows[0].request.request_id == "bad" and rows[0].step >= 2
+        if not is_last or num_tries:
+            step_scheduler(rows, noise_pred)
+        if is_last:
+            num_tries.append(1)
+            raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(model, "step_scheduler", full)
+    bad = engine.add_request(prompt="a ring", request_id="bad", **SMALL)
+    good = engine.add_request(prompt="a star", seed=4, **SMALL)
+    engine.start()
+    error = engine.get_result(bad, timeout=60).error
+    assert "step 3 of 3: the noise scheduler failed" in str(error)  # the second time it had moved already
+    assert len(num_tries) == 2
+    latents = engine.get_result(good, timeout=60).images
+    assert_latents_equal(latents, stock("a star", generator=generator(4), **SMALL).images)
 
 
 def test_a_row_that_turns_non_finite_fails_alone_with_its_step(pipe, stock):

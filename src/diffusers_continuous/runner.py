@@ -296,6 +296,7 @@ class DiffusionModelRunner:
             if not is_out_of_memory(error):
                 raise
             if len(rows) == 1:
+                rows[0].step -= 1  # the step that failed is the one to name
                 errors[rows[0]] = _failure(rows[0], Stage.DENOISE, str(error), error)
         if len(rows) > 1:
             devices.empty_cache(self._device)
@@ -324,12 +325,28 @@ class DiffusionModelRunner:
         self._stats.count_branches(self._model.num_branch_steps, self._model.num_skipped_branch_steps)
         return predictions
 
-    def _step(self, rows: Sequence[Row], predictions: dict[Row, torch.Tensor], errors: Errors) -> None:
+    def _step(
+        self, rows: Sequence[Row], predictions: dict[Row, torch.Tensor], errors: Errors, is_retry: bool = False
+    ) -> None:
+        """Take the noise scheduler's step; once more, with all the room there is, where there was no memory for it.
+
+        It is a request's own, so nobody else is in it: its rows cannot be parted, since it keeps what they share.
+        """
+        step = rows[0].step
         try:
             self._model.step_scheduler(rows, torch.stack([predictions[row] for row in rows]))
+            return
         except Exception as error:
-            for row in rows:
-                errors[row] = _failure(row, Stage.DENOISE, "the noise scheduler failed", error)
+            has_moved = any(row.step != step for row in rows)
+            if is_retry or has_moved or not is_out_of_memory(error):
+                for row in rows:
+                    row.step = step  # the step that failed is the one to name
+                    errors[row] = _failure(row, Stage.DENOISE, "the noise scheduler failed", error)
+                return
+        self._stats.num_batch_retries += 1
+        self._drop_step_caches()
+        devices.empty_cache(self._device)
+        self._step(rows, predictions, errors, is_retry=True)
 
     # ------------------------------------------------------------------ failures
 
@@ -359,9 +376,7 @@ class DiffusionModelRunner:
 
     def _make_room(self, stage: Stage, rows: Sequence[Row], had_step_caches: bool) -> int:
         """Throw away what can be; how many of the rows may be tried together then: all, if that has helped."""
-        for row in self._cached:
-            row.step_cache.clear()  # everybody's, also where the step that failed has filled it
-        self._cached.clear()
+        self._drop_step_caches()
         if had_step_caches:
             return len(rows)
         part = (len(rows) + 1) // 2
@@ -369,6 +384,12 @@ class DiffusionModelRunner:
             num_tokens = sum(row.num_tokens for row in rows[:part])
             self._token_limit = min(num_tokens, self._token_limit or num_tokens)
         return part
+
+    def _drop_step_caches(self) -> None:
+        """Everybody's, also where the step that failed has filled them."""
+        for row in self._cached:
+            row.step_cache.clear()
+        self._cached.clear()
 
 
 def _grouped(rows: Iterable[Row], key: Callable[[Row], Hashable]) -> list[list[Row]]:

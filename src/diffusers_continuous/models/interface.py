@@ -194,7 +194,10 @@ class StepModel(Protocol):
         ...
 
     def step_scheduler(self, rows: Sequence[Row], noise_pred: torch.Tensor) -> None:
-        """Take one noise-scheduler step for rows that share one: `noise_pred` is (rows, image tokens, channels)."""
+        """Take one noise-scheduler step for rows that share one: `noise_pred` is (rows, image tokens, channels).
+
+        After an error, as long as no row's `step` has moved, it can be taken again.
+        """
         ...
 
     def post_decode(self, rows: Sequence[Row]) -> None:

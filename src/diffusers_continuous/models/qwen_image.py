@@ -25,7 +25,7 @@ from ..config import ContinuousBatchingConfig
 from ..decode import LatentPreview, PiDStage, decode_latents
 from ..errors import FLOAT16_ADVICE, EngineStoppedError, RequestError, UnsupportedModelError
 from ..futures import RequestFuture
-from ..hooks import model_offload_hook
+from ..hooks import is_bare, model_offload_hook
 from ..request import RequestState, Row, SamplingParams, TextEmbeds
 from .compiled_blocks import CompiledBlocks
 from .parallel import check_parallelism, join
@@ -243,11 +243,12 @@ class QwenImageStepModel:
 
     def encode_examples(self) -> None:
         """Encode the longest prompts, so many that no encoding is larger. Keeps nothing."""
-        if self._pipe.text_encoder is None:
-            return
+        encoder = self._pipe.text_encoder
+        if encoder is None or (is_bare(encoder) and encoder.device != self.device):
+            return  # it can encode nothing: requests bring their embeddings
         longest = self._max_encoder_tokens
         prompts = ["a " * longest] * math.ceil(self._config.max_batch_tokens / longest)
-        self._make_room(self._pipe.text_encoder)
+        self._make_room(encoder)
         self._pipe.encode_prompt(prompt=prompts)
 
     def _lookup(self, prompt: str | None, length: int, fresh: dict[tuple[str, int], TextEmbeds]) -> TextEmbeds:
@@ -399,16 +400,21 @@ class QwenImageStepModel:
         return StepCache(caches, self._config.step_cache_threshold, batch.composition.subset)
 
     def step_scheduler(self, rows: Sequence[Row], noise_pred: torch.Tensor) -> None:
-        """One `noise_scheduler.step` for rows that share one; sets `latents`, `noise_pred` and `step`."""
+        """One `noise_scheduler.step` for rows that share one; sets `latents`, `noise_pred` and `step`.
+
+        After an error, as long as no row's `step` has moved, it can be taken again: nothing else has either.
+        """
         noise_scheduler, step = rows[0].noise_scheduler, rows[0].step
         extra = {}
         if rows[0].generator is not None and "generator" in _step_parameters(type(noise_scheduler)):
             extra["generator"] = rows[0].generator
         sample = torch.stack([row.latents for row in rows])  # (rows, image tokens, channels)
-        stepped = noise_scheduler.step(noise_pred, noise_scheduler.timesteps[step], sample, return_dict=False, **extra)
-        latents = stepped[0].to(sample.dtype)
-        for row, row_latents, row_pred in zip(rows, latents.unbind(), noise_pred.unbind(), strict=True):
-            row.latents, row.noise_pred, row.step = row_latents, row_pred, step + 1
+        with _undone_on_error(noise_scheduler, extra.get("generator")):
+            timestep = noise_scheduler.timesteps[step]
+            stepped = noise_scheduler.step(noise_pred, timestep, sample, return_dict=False, **extra)
+            latents = stepped[0].to(sample.dtype)
+            for row, row_latents, row_pred in zip(rows, latents.unbind(), noise_pred.unbind(), strict=True):
+                row.latents, row.noise_pred, row.step = row_latents, row_pred, step + 1
 
     # ------------------------------------------------------------------ decode
 
@@ -528,6 +534,21 @@ def _guide(noise_pred: torch.Tensor, batch: InputBatch) -> torch.Tensor:
     cond_norm = torch.norm(cond, dim=-1, keepdim=True)
     combined_norm = torch.norm(combined, dim=-1, keepdim=True)
     return noise_pred.index_copy(0, guidance.cond_index, combined * (cond_norm / combined_norm))
+
+
+@contextlib.contextmanager
+def _undone_on_error(noise_scheduler: Any, generator: torch.Generator | None) -> Iterator[None]:
+    """When the body fails, put both back to where they were. Noise schedulers exchange tensors and change lists."""
+    before = {name: list(value) if type(value) is list else value for name, value in vars(noise_scheduler).items()}
+    drawn = None if generator is None else generator.get_state()
+    try:
+        yield
+    except BaseException:
+        vars(noise_scheduler).clear()
+        vars(noise_scheduler).update(before)
+        if generator is not None and drawn is not None:
+            generator.set_state(drawn)
+        raise
 
 
 _STEP_PARAMETERS: dict[Any, frozenset[str]] = {}
