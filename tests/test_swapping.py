@@ -11,7 +11,7 @@ import torch
 from diffusers import UniPCMultistepScheduler
 
 from conftest import assert_latents_equal, assert_pictures_equal, generator
-from diffusers_continuous import ConfigError, ContinuousBatchingPipeline, RequestError, StepFailedError
+from diffusers_continuous import ConfigError, ContinuousBatchingPipeline, RequestError, StepFailedError, devices
 from diffusers_continuous.batch import InputBatch
 from diffusers_continuous.engine import DiffusionEngine
 from diffusers_continuous.memory import budget
@@ -352,6 +352,55 @@ def test_a_row_that_cannot_be_sent_out_fails_alone(make_pipe, monkeypatch):
     assert_fails_alone(engine, two, short, submit(pipe, seed=4, **call))
 
 
+def take_along(mover: RowMover, row: Any, tensor: torch.Tensor) -> torch.Tensor:
+    """As from a device that is not the CPU."""
+    mover._away[row].append(tensor.clone())
+    mover.swapped_out_bytes += tensor.nbytes
+    return mover._away[row][-1]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "is_half_done"),
+    [
+        (PagedTensors, "enter", True),
+        (PagedTensors, "swap_out", False),
+        (PagedTensors, "swap_in", False),
+        (RowMover, "_take_along", True),
+        (RowMover, "_bring_along", False),
+    ],
+)
+def test_a_move_that_ran_out_of_memory_is_carried_out_with_more_room(make_pipe, monkeypatch, owner, name, is_half_done):
+    pipe = make_pipe()
+    use(pipe, "unipc")
+    call = {"prompt": "a cat", "output_type": "latent", **SMALL}
+    num_blocks = blocks_of(pipe, **call)
+    (alone,) = finish(pipe._engine, submit(pipe, seed=1, **call))
+    engine = small_pool(pipe, num_blocks, step_cache_threshold=1e-9)
+    monkeypatch.setattr(RowMover, "_take_along", take_along)
+    work, calls, emptied = getattr(owner, name), [], []
+
+    def full_at_first(self: Any, *args: Any) -> Any:
+        calls.append(1)
+        result = work(self, *args) if is_half_done or len(calls) > 1 else None
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("no room")
+        return result
+
+    monkeypatch.setattr(owner, name, full_at_first)
+    monkeypatch.setattr(devices, "empty_cache", lambda device: emptied.append(len(engine.runner._cached)))
+    states = [submit(pipe, seed=1, deadline_s=FAR, **call)]
+    for deadline_s in (NEAR, NEAR / 2):
+        assert engine._step()
+        states.append(submit(pipe, seed=1, deadline_s=deadline_s, **call))
+    for output in finish(engine, *states):
+        assert torch.equal(output.latents, alone.latents)
+    assert emptied == [0]
+    assert not engine.runner._mover._away
+    stats = engine.stats()
+    assert stats.swapped_in_bytes == stats.swapped_out_bytes > 0
+    assert (stats.num_used_blocks, stats.num_swapped_out_rows) == (0, 0)
+
+
 def test_an_engine_stops_though_pages_cannot_be_moved(make_pipe, monkeypatch):
     pipe = make_pipe()
     engine = small_pool(pipe, 10**3)
@@ -380,11 +429,6 @@ def test_a_first_call_in_inference_mode_leaves_a_pool_that_can_be_swapped(make_p
 
 
 def test_what_went_along_comes_back_when_a_row_leaves_from_host_memory(make_pipe, monkeypatch):
-    def take_along(self: RowMover, row: Any, tensor: torch.Tensor) -> torch.Tensor:
-        self._away[row].append(tensor.clone())  # as from a device that is not the CPU
-        self.swapped_out_bytes += tensor.nbytes
-        return self._away[row][-1]
-
     monkeypatch.setattr(RowMover, "_take_along", take_along)
     pipe = make_pipe()
     call = {"prompt": "a ring", "output_type": "latent", **SMALL}

@@ -72,7 +72,7 @@ class DiffusionModelRunner:
         self._token_limit: int | None = None
         self._cached: weakref.WeakSet[Row] = weakref.WeakSet()  # who may keep step caches
         self._compile()
-        self._mover = RowMover(self._make_swap(), self._prepare)
+        self._mover = RowMover(self._make_swap(), self._prepare, self._free_memory)
 
     # ------------------------------------------------------------------ what the engine asks
 
@@ -344,8 +344,7 @@ class DiffusionModelRunner:
                     errors[row] = _failure(row, Stage.DENOISE, "the noise scheduler failed", error)
                 return
         self._stats.num_batch_retries += 1
-        self._drop_step_caches()
-        devices.empty_cache(self._device)
+        self._free_memory()
         self._step(rows, predictions, errors, is_retry=True)
 
     # ------------------------------------------------------------------ failures
@@ -384,6 +383,12 @@ class DiffusionModelRunner:
             num_tokens = sum(row.num_tokens for row in rows[:part])
             self._token_limit = min(num_tokens, self._token_limit or num_tokens)
         return part
+
+    def _free_memory(self) -> None:
+        """Throw away what can be made again, and give back what nobody uses."""
+        self._compositions.clear()
+        self._drop_step_caches()
+        devices.empty_cache(self._device)
 
     def _drop_step_caches(self) -> None:
         """Everybody's, also where the step that failed has filled them."""

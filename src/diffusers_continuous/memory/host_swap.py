@@ -204,13 +204,13 @@ class PagedTensors:
         with self._swap.lock:
             used = self._blocks[: self._num_used]
             self._swap.copy(used, self.is_out, blocks, is_out)
-            self.is_out = is_out
             self._take(blocks, self._swap.pages(is_out).device)
+            self.is_out = is_out
             return len(used) * self._swap.page_size
 
     def _take(self, blocks: tuple[int, ...], device: torch.device) -> None:
-        self._blocks = blocks
         self._table = torch.tensor(blocks, dtype=torch.int64, device=device)
+        self._blocks = blocks
         self._known.clear()
         self.num_moves += 1
 

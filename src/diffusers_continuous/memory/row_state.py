@@ -16,6 +16,7 @@ from ..devices import is_host
 from ..errors import EngineStoppedError
 from ..request import Row, Stage, TextEmbeds
 from .block_pool import Move, Where
+from .budget import is_out_of_memory
 from .host_swap import HostSwap, PagedTensors
 
 TEXTS = ("text", "negative_text")
@@ -51,28 +52,41 @@ class RowMover:
     Args:
         swap: Their pages.
         prepare: Called with a row before it gets pages for the first time.
+        make_room: Frees what it can of the device's memory, before a move that ran out of it is tried again.
 
     Attributes:
         swapped_out_bytes, swapped_in_bytes: What has moved so far, with what goes along beside the pages.
         lost: Rows whose move failed, and why. They have nothing in pages any more and cannot go on.
     """
 
-    def __init__(self, swap: HostSwap, prepare: Callable[[Row], None]) -> None:
+    def __init__(self, swap: HostSwap, prepare: Callable[[Row], None], make_room: Callable[[], None]) -> None:
         self.swap = swap
         self.swapped_out_bytes = self.swapped_in_bytes = 0
         self.lost: dict[Row, Exception] = {}
         self._prepare = prepare
+        self._make_room = make_room
         self._away: dict[Row, list[torch.Tensor]] = {}  # what went along, as it lies in host memory now
 
     def carry_out(self, moves: Sequence[Move]) -> None:
         """Do what the ledger has written down, in its order; a row that cannot be moved is `lost`, and it alone."""
         for move in moves:
             try:
-                self._carry_out(move)
+                self._try_twice(move)
             except EngineStoppedError:
                 raise
             except Exception as error:
                 self._lose(move.owner, error)
+
+    def _try_twice(self, move: Move) -> None:
+        """Carry it out; from where it got to, with more room, where there was no memory for it."""
+        try:
+            self._carry_out(move)
+            return
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        self._make_room()
+        self._carry_out(move)
 
     def _carry_out(self, move: Move) -> None:
         if move.where is Where.NOWHERE:
@@ -90,7 +104,8 @@ class RowMover:
 
     def _bring_in(self, row: Row, blocks: tuple[int, ...]) -> None:
         if row.pages is not None:
-            self.swapped_in_bytes += row.pages.swap_in(blocks)
+            if row.pages.is_out:
+                self.swapped_in_bytes += row.pages.swap_in(blocks)
             self._bring_along(row)
             return
         self._prepare(row)
@@ -105,8 +120,9 @@ class RowMover:
         row.step_cache.clear()
         if row.decode_state is not None:
             row.decode_state.drop_heads()
-        self.swapped_out_bytes += row.pages.swap_out(blocks)
-        self._away[row] = []
+        if not row.pages.is_out:
+            self.swapped_out_bytes += row.pages.swap_out(blocks)
+        self._away.setdefault(row, [])
         replace_tensors(row, lambda tensor: self._take_along(row, tensor))
 
     def _take_along(self, row: Row, tensor: torch.Tensor) -> torch.Tensor:
@@ -118,10 +134,11 @@ class RowMover:
         return away
 
     def _bring_along(self, row: Row) -> None:
-        away = self._away.pop(row)
+        away = self._away[row]
+        there = {id(tensor): tensor.to(self.swap.device) for tensor in away}
+        replace_tensors(row, lambda tensor: there.get(id(tensor), tensor))
         self.swapped_in_bytes += sum(tensor.nbytes for tensor in away)
-        ids = set(map(id, away))
-        replace_tensors(row, lambda tensor: tensor.to(self.swap.device) if id(tensor) in ids else tensor)
+        del self._away[row]
 
     def _leave(self, row: Row) -> None:
         """Of a row that is done the latents stay, as its result; of one that will go on, everything; else nothing."""
