@@ -182,16 +182,19 @@ def test_a_step_that_ran_out_of_memory_halfway_is_taken_again_from_where_it_was(
     def fail_once_in_a_while(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = step(self, *args, **kwargs)  # after the noise was drawn and the solver has moved
         calls.append(1)
-        if len(calls) in (2, 12):
+        if len(calls) in (2, 7):  # of three rows, then of two
             raise torch.OutOfMemoryError("no room")
         return result
 
     call = {"height": 32, "width": 32, "num_inference_steps": 2, "output_type": "pt"}
     inputs = [{"prompt": prompt, "seed": i, **call} for i, prompt in enumerate(("red", "a cat", "a"))]
+    engine = pipe.init_continuous_batching()
+    ids = [engine.add_request(**arguments) for arguments in inputs]
     with monkeypatch.context() as patch:
         patch.setattr(PiDScheduler, "step", fail_once_in_a_while)
-        outputs = list(pipe.generate_batch(inputs).values())
-    assert pipe._engine.stats().num_batch_retries == 2
+        engine.start()
+        outputs = [engine.get_result(request_id, timeout=120) for request_id in ids]
+    assert engine.stats().num_batch_retries == 2
     for request, output in zip(inputs, outputs, strict=True):
         assert output.error is None
         alone = decode_alone(pipe, output, request["prompt"], height=32, width=32)
@@ -214,6 +217,36 @@ def test_pictures_that_are_done_stay_when_memory_runs_out_behind_their_last_step
     result = pipe("a cat", num_images_per_prompt=2, generator=generator(1), **call)
     assert len(result.images) == 2
     assert sizes[-3:] == [2, 1, 1]
+
+
+@pytest.mark.parametrize("decoder", ["vae", "pid"])
+def test_no_more_is_decoded_together_than_there_has_been_memory_for(make_pipe, monkeypatch, decoder):
+    pipe = make_pipe(decoder=make_decoder())
+    engine = pipe.init_continuous_batching()
+    post_decode, sizes = engine.runner._model.post_decode, []
+
+    def small_memory(rows: Any) -> None:
+        sizes.append(sum(row.num_image_tokens for row in rows))
+        if sizes[-1] > 10:
+            raise torch.OutOfMemoryError("no room")
+        post_decode(rows)
+
+    call = {"num_inference_steps": 2, "num_images_per_prompt": 5, "decoder": decoder, "output_type": "pt"}
+    small, large = ({**call, "height": side, "width": side} for side in (32, 64))
+    alone = pipe("a cat", seed=1, **small).images
+    assert engine.stats().max_decode_tokens == {}
+    monkeypatch.setattr(engine.runner._model, "post_decode", small_memory)
+    assert (pipe("a cat", seed=1, **small).images - alone).abs().max() <= MAX_ABS
+    assert sizes[:4] == [20, 12, 8, 4]
+    assert max(sizes[4:]) == 8
+    assert engine.stats().num_batch_retries == 2
+    assert engine.stats().max_decode_tokens == {decoder: 8}
+    sizes.clear()
+    pipe("a cat", seed=1, **small)
+    assert max(sizes) == 8
+    with pytest.raises(StepFailedError, match="no room"):
+        pipe("a cat", seed=1, **large)
+    assert engine.stats().max_decode_tokens == {decoder: 8}  # one alone was too much, not several
 
 
 def test_what_a_row_kept_goes_when_its_request_ends(make_pipe):

@@ -357,6 +357,7 @@ class DiffusionEngine:
                 scheduler.cost_model.prediction_error(),
                 scheduler.memory.usage(),
                 scheduler.config.max_batch_tokens,
+                dict(self.runner.max_decode_tokens),
             )
 
     def observe(self, observer: StatsObserver | None) -> None:

@@ -64,6 +64,8 @@ class EngineStats:
         prediction_error: Median relative error of the predicted durations lately, by kind of work.
         num_batch_retries: Batches that failed as a whole and were run again in parts.
         max_batch_tokens: Most tokens in a forward; less than configured once a batch has run out of memory.
+        max_decode_tokens: Most image tokens decoded together, by decoder; only of one that has run out of memory with
+            several pictures.
         num_blocks, num_used_blocks: Pages of the pool on the device, and how many have an owner.
         num_swapped_out_rows: Rows whose state is in host memory now.
         swapped_out_bytes, swapped_in_bytes: What went there, and came back, since the start.
@@ -90,6 +92,7 @@ class EngineStats:
     decode_ms: float
     num_batch_retries: int
     max_batch_tokens: int
+    max_decode_tokens: dict[str, int]
     num_blocks: int
     num_used_blocks: int
     num_swapped_out_rows: int
@@ -195,6 +198,7 @@ class StatsRecorder:
         prediction_error: dict[str, float],
         memory: dict[str, int],
         max_batch_tokens: int,
+        max_decode_tokens: dict[str, int],
     ) -> EngineStats:
         """Everything so far; `num_requests` are those that run and wait, `memory` the figures of the pool by name."""
         with self._lock:
@@ -226,6 +230,7 @@ class StatsRecorder:
                 decode_ms=mean(Stage.DECODE.value),
                 num_batch_retries=self.num_batch_retries,
                 max_batch_tokens=max_batch_tokens,
+                max_decode_tokens=max_decode_tokens,
                 **memory,
                 swapped_out_bytes=self._swapped_bytes[0],
                 swapped_in_bytes=self._swapped_bytes[1],

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -51,6 +51,8 @@ class DiffusionModelRunner:
 
     Attributes:
         lock: Held while anything runs; a callback's view of the VAE or the text encoder takes it too.
+        max_decode_tokens: Most image tokens that each decoder gets at one time; none for one that never ran out of
+            memory with several rows.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class DiffusionModelRunner:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.lock = threading.RLock()
+        self.max_decode_tokens: Mapping[str, int] = {}
         self._model = model
         self._device = device
         self._config = config
@@ -90,7 +93,8 @@ class DiffusionModelRunner:
             if encode:
                 self._timed(Stage.ENCODE, encode, self._model.prepare_encode, errors)
             for rows in _grouped((row for row in output.decode if row not in errors), _decodes_as):
-                self._timed(Stage.DECODE, rows, self._decode, errors)
+                for part in self._decodable_together(rows):
+                    self._timed(Stage.DECODE, part, self._decode, errors)
             denoise = _grouped((row for row in output.denoise if row not in errors), _lora_scale)
             for rows in denoise:
                 self._denoise(rows, errors)
@@ -253,6 +257,12 @@ class DiffusionModelRunner:
         if self._stats.num_batch_retries == num_retries and not any(row in errors for row in rows):
             self._timings.append((kind_of(stage, rows[0]), rows, 1e3 * (end - start)))
 
+    def _decodable_together(self, rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
+        """Rows of one size and decoder, as many at a time as memory has been there for."""
+        limit = self.max_decode_tokens.get(rows[0].request.params.decoder)
+        count = len(rows) if limit is None else max(1, limit // rows[0].num_image_tokens)
+        return (rows[start : start + count] for start in range(0, len(rows), count))
+
     def _decode(self, rows: Sequence[Row]) -> None:
         self._model.post_decode(rows)
         sums = [row.image.sum(dtype=torch.float32) for row in rows if row.image is not None]
@@ -382,6 +392,11 @@ class DiffusionModelRunner:
         if stage is Stage.DENOISE:
             num_tokens = sum(row.num_tokens for row in rows[:part])
             self._token_limit = min(num_tokens, self._token_limit or num_tokens)
+        elif stage is Stage.DECODE:
+            decoder = rows[0].request.params.decoder
+            num_tokens = sum(row.num_image_tokens for row in rows[:part])
+            limit = min(num_tokens, self.max_decode_tokens.get(decoder, num_tokens))
+            self.max_decode_tokens = {**self.max_decode_tokens, decoder: limit}
         return part
 
     def _free_memory(self) -> None:
