@@ -193,6 +193,25 @@ def test_holding_admits_nobody():
     assert names(sched.schedule(0.0).denoise) == ["a"]
 
 
+@pytest.mark.parametrize("scheduler_type", ["fcfs", "edf", "slo"])
+def test_who_is_held_is_told_what_it_takes_from_now_on(scheduler_type):
+    model = StepCostModel({"encode": Curve(), "denoise": Curve(1e3), "decode": Curve(500.0)})
+    config = ContinuousBatchingConfig(scheduler_type=scheduler_type, max_requests_per_batch=1)
+    sched = StepScheduler(config, cost_model=model)
+    states = [request("a", steps=3, deadline_s=20.0), request("b", deadline_s=30.0), request("late", deadline_s=0.1)]
+    for state in states:
+        sched.add_request(state)
+    sched.is_holding = True
+    assert sched.schedule(10.0).is_empty  # too late for one
+    assert len(sched.late) == (scheduler_type == "slo")
+    ends, places = ([find(state, 10.0) for state in states] for find in (sched.eta, sched.position))
+    sched.is_holding = False
+    assert ends == [sched.eta(state, 10.0) for state in states]
+    assert places == [sched.position(state, 10.0) for state in states]
+    assert sorted(places) == [1, 2, 3]
+    assert min(ends) >= 12.5  # two steps and a picture
+
+
 def test_phases_change_only_when_the_batch_drains_or_the_bound_passes():
     sched = StepScheduler(ContinuousBatchingConfig(max_phase_s=10.0), is_phased=True)
     kinds = []

@@ -375,7 +375,7 @@ class StepScheduler:
         """Choose the batch from all that is active; who ran and is not in it goes back to the queue as it stands."""
         movable, room = self._movable(), self._room()
         aged = self._take_aged(movable, now)
-        order = self._in_order(movable, now, aged)
+        order = self._in_order(self._admissible(self.waiting), self._admissible(self.late), movable, now, aged)
         first = next(order, None)
         if first is None:
             return
@@ -399,14 +399,16 @@ class StepScheduler:
         """Who runs and can be stopped: a gang has a step half done while its callback runs."""
         return [row for row in self.running if not row.request.is_in_callback and row is row.gang[0]]
 
-    def _in_order(self, movable: Sequence[Row], now: float, aged: Row | None = None) -> Iterator[Row]:
+    def _in_order(
+        self, waiting: Sequence[Row], late: Sequence[Row], movable: Sequence[Row], now: float, aged: Row | None = None
+    ) -> Iterator[Row]:
         """Everybody who may run next: `aged`, then, by priority, the policy's order and what is late."""
-        late = [row for row in movable if self._is_late(row, now)]
-        on_time = [row for row in movable if row not in late]
+        running_late = [row for row in movable if self._is_late(row, now)]
+        on_time = [row for row in movable if row not in running_late]
         decoding = [row for row in self.decoding if _has_long_decode(row)]
-        order = iter(self._policy.order(self._admissible(self.waiting), [*on_time, *decoding], now))
-        if late or self.late:
-            by_length = heapq.merge(sorted(late, key=_by_length), self._admissible(self.late), key=_by_length)
+        order = iter(self._policy.order(waiting, [*on_time, *decoding], now))
+        if late or running_late:
+            by_length = heapq.merge(sorted(running_late, key=_by_length), late, key=_by_length)
             order = heapq.merge(order, by_length, key=_priority)
         return order if aged is None else itertools.chain((aged,), (row for row in order if row is not aged))
 
@@ -534,15 +536,16 @@ class StepScheduler:
     # ------------------------------------------------------------------ looking ahead
 
     def position(self, state: RequestState, now: float) -> int:
-        """How many requests get a place before `state`, itself counted; 0 when it has one."""
+        """How many requests get a place before `state`, itself counted; 0 when it has one. Nobody is held back."""
         if any(row.request is state for row in (*self.running, *self.decoding)):
             return 0
-        order = self._in_order((), now) if self._policy.is_preemptive else self.waiting
+        is_preemptive = self._policy.is_preemptive
+        order = self._in_order(self.waiting, self.late, (), now) if is_preemptive else self.waiting
         requests = dict.fromkeys(row.request for row in order if row.stage is not Stage.DECODE)
         return 1 + sum(1 for _ in itertools.takewhile(lambda other: other is not state, requests))
 
     def eta(self, state: RequestState, now: float) -> float:
-        """When `state` will have ended if nobody else comes, on the engine's clock."""
+        """When `state` will have ended if nobody else comes and nobody is held back, on the engine's clock."""
         return self.ends(now).get(state.request_id, now)
 
     def ends(self, now: float) -> dict[str, float]:
@@ -563,7 +566,9 @@ class StepScheduler:
             now += row.remaining_ms / 1e3
             yield row, now
         called = [row for row in self.running if row.request.is_in_callback]  # which may be back at any moment
-        order = self._in_order(self._movable(), now) if self._policy.is_preemptive else (*self.running, *self.waiting)
+        order: Iterable[Row] = (*self.running, *self.waiting)
+        if self._policy.is_preemptive:
+            order = self._in_order(self.waiting, self.late, self._movable(), now)
         rows = dict.fromkeys((*called, *order))
         queue = [row for row in rows if row.stage is not Stage.DECODE and row is row.gang[0]]
         steps_left = {row: row.num_steps - row.step for row in queue}
