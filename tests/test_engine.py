@@ -290,6 +290,20 @@ def test_out_of_memory_splits_the_batch_and_everybody_finishes(pipe, stock):
     assert engine.stats().max_batch_tokens < engine.stats().recent_steps[1].num_tokens
 
 
+def test_components_that_find_no_memory_to_go_to_stay_where_they_are(pipe, monkeypatch, caplog):
+    engine = pipe.init_continuous_batching()
+
+    def full():
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 40 GB")
+
+    monkeypatch.setattr(engine.runner._model, "release", full)
+    for _ in range(2):
+        assert pipe("a ring", **SMALL).images is not None
+    with engine.pause():  # after the step that was the last
+        assert engine.fatal_error is None
+    assert "offloaded components stay on cpu: DefaultCPUAllocator" in caplog.text
+
+
 def test_without_memory_for_a_preview_there_is_none(pipe, monkeypatch):
     engine = pipe.init_continuous_batching()
 

@@ -145,8 +145,13 @@ class DiffusionModelRunner:
     def release(self) -> None:
         """Nothing to do for now: forget the last batch and let offloaded components leave the device."""
         self._compositions.clear()
-        with self.lock, contextlib.suppress(EngineStoppedError):
-            self._model.release()
+        try:
+            with self.lock, contextlib.suppress(EngineStoppedError):
+                self._model.release()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            logger.warning("offloaded components stay on %s: %s", self._device, error)
 
     def reset(self) -> None:
         """Components may have changed: forget everything worked out from them."""
