@@ -212,6 +212,18 @@ def test_who_is_held_is_told_what_it_takes_from_now_on(scheduler_type):
     assert min(ends) >= 12.5  # two steps and a picture
 
 
+def test_a_forecast_counts_every_picture_of_a_call_with_a_callback(monkeypatch):
+    model = StepCostModel({"encode": Curve(), "denoise": Curve(0.0, 1e3 / 72), "decode": Curve(500.0)})
+    sched = StepScheduler(ContinuousBatchingConfig(scheduler_type="edf"), cost_model=model)
+    gang = request("gang", num_rows=3, callback=object())
+    sched.add_request(gang)
+    assert sched.eta(gang, 0.0) == pytest.approx(2 * 3.0 + 3 * 0.5)
+    monkeypatch.setattr("diffusers_continuous.scheduler.MAX_FORESEEN", 1)
+    first = request("first", steps=1, deadline_s=1.0)
+    sched.add_request(first)
+    assert sched.eta(gang, 0.0) - sched.eta(first, 0.0) == pytest.approx(3.0 + 3 * 0.5)  # a step of theirs is left
+
+
 def test_phases_change_only_when_the_batch_drains_or_the_bound_passes():
     sched = StepScheduler(ContinuousBatchingConfig(max_phase_s=10.0), is_phased=True)
     kinds = []

@@ -583,13 +583,12 @@ class StepScheduler:
             for row in batch.leaders:
                 steps_left[row] -= num_steps
                 if steps_left[row] <= 0:
-                    now += row.num_decode_steps * known_cost(row).decode_ms / 1e3
+                    now += _decode_ms(row) / 1e3
                     yield row, now
             queue = [row for row in queue if steps_left[row] > 0]
         for row in queue:
-            now += (
-                pace * steps_left[row] * known_cost(row).step_ms + row.num_decode_steps * known_cost(row).decode_ms
-            ) / 1e3
+            step_ms = sum(known_cost(each).step_ms for each in row.gang)
+            now += (pace * steps_left[row] * step_ms + _decode_ms(row)) / 1e3
             yield row, now
 
     # ------------------------------------------------------------------ after a step
@@ -661,6 +660,11 @@ def _until_many_are_refused(is_fine: Callable[[Row], bool], order: Iterable[Row]
 def _has_long_decode(row: Row) -> bool:
     """True for a decoder of steps that take as long as a denoising step or longer."""
     return row.request.params.decoder == "pid"
+
+
+def _decode_ms(leader: Row) -> float:
+    """What the pictures of the row and its gang take, one after the other."""
+    return sum(row.num_decode_steps * known_cost(row).decode_ms for row in leader.gang)
 
 
 def _size(row: Row) -> tuple[int, int]:
