@@ -128,7 +128,8 @@ def arrivals_of(args: argparse.Namespace, model: StepCostModel, load: float, see
         lines.sort(key=lambda line: line["arrival_s"])
         sizes, times = [(line["side"], line["steps"]) for line in lines], [line["arrival_s"] for line in lines]
     work_s = sum(model.standalone_ms(make_state(0, Arrival(0.0, *size))) for size in sizes) / 1e3
-    stretch = work_s / (load * (times[-1] - times[0]))
+    span_s = times[-1] - times[0]
+    stretch = work_s / (load * span_s) if span_s else 1.0  # who come all at once do so at every load
     return [Arrival(stretch * (t - times[0]), *size) for t, size in zip(times, sizes, strict=True)]
 
 
@@ -442,6 +443,8 @@ def _parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.arrivals not in ARRIVALS and not Path(args.arrivals).is_file():
         parser.error(f"--arrivals {args.arrivals!r} is neither poisson nor bursty nor a file")
+    if args.arrivals not in ARRIVALS and not Path(args.arrivals).read_text().strip():
+        parser.error(f"--arrivals {args.arrivals!r}: there is no request in it")
     return args
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import itertools
 import json
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from diffusers_continuous.cli.workload import bursty
+from diffusers_continuous.cost_model import StepCostModel
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "simulate_slo.py"
 
@@ -86,6 +88,25 @@ def test_a_trace_is_read_and_stretched_to_the_load(simulator, tmp_path):
     _, result = run_script("--arrivals", str(trace), "--loads", "0.5", "2", "--policies", "slo", "--device", "h200")
     attainment = [mean["attainment"] for mean in result["results"]]
     assert attainment[0] == 1.0 > attainment[1]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_trace_of_one_moment_cannot_be_stretched(simulator, tmp_path, count):
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(count * (json.dumps({"arrival_s": 7.5, "side": 512, "steps": 20}) + "\n"))
+    model = StepCostModel(simulator.device_curves("small")[0])
+    for load in (0.5, 2.0):
+        arrivals = simulator.arrivals_of(argparse.Namespace(arrivals=str(trace)), model, load, 0)
+        assert arrivals == count * [simulator.Arrival(0.0, 512, 20)]
+
+
+def test_an_empty_trace_is_refused(simulator, tmp_path, monkeypatch, capsys):
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("\n")
+    monkeypatch.setattr(sys, "argv", ["simulate_slo.py", "--arrivals", str(trace)])
+    with pytest.raises(SystemExit):
+        simulator.main()
+    assert "there is no request in it" in capsys.readouterr().err
 
 
 def test_bursts_are_harder_than_chance(simulator):
