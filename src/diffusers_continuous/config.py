@@ -28,9 +28,11 @@ class ContinuousBatchingConfig:
         max_batch_tokens: Most tokens (image and text, both guidance branches) in one forward, and most tokens of
             prompts, padding among them, that are encoded together. A row or a prompt that is larger runs alone.
         max_queue_size: Most rows that may wait; one more raises `QueueFullError`. 0 means no limit.
-        scheduler_type: The policy; with each, a lower `priority` goes first. `"slo"`: as many requests on time as can
-            be. `"edf"`: by deadline. `"least_slack"`: by deadline less the predicted remaining time. These three pause
-            what runs for what is more urgent. `"fcfs"`: by arrival, and what runs stays.
+        scheduler_type: The policy; with each, a lower `priority` goes first, and a row of a higher number waits as long
+            as rows of lower ones keep coming, but for the rare step that `"slo"` gives to the oldest late row.
+            `"slo"`: as many requests on time as can be. `"edf"`: by deadline. `"least_slack"`: by deadline less the
+            predicted remaining time. These three pause what runs for what is more urgent. `"fcfs"`: by arrival, and
+            what runs stays.
         steps_per_chunk: Steps between two decisions about who runs, at least 1; `"auto"` takes as many as keep
             deciding below 1 % of the time.
         slo_scale: The deadline of a request that names none, in multiples of its predicted time alone.
