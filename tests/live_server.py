@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import io
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ from PIL import Image
 from diffusers_continuous import ContinuousBatchingConfig, ContinuousBatchingPipeline, DiffusionEngine
 from diffusers_continuous.serving import ServingSettings, create_app
 from diffusers_continuous.serving.jobs import JobBoard
-from diffusers_continuous.serving.server import Server
+from diffusers_continuous.serving.server import Server, listen
 
 SETTINGS = ServingSettings(model_names=("tiny", "org/tiny"), max_size=256, max_steps=50, max_n=4, drain_s=30)
 WAIT_S = 60
@@ -30,8 +29,8 @@ class LiveServer:
 
     def __init__(self, make_pipe: Callable[[], ContinuousBatchingPipeline], settings: ServingSettings) -> None:
         self.app = create_app(make_pipe, settings)
-        self.server = Server(self.app, "127.0.0.1", 0)
-        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.server = Server(self.app)
+        self._socket = listen("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self._socket]})
         key = settings.api_key or "unused"

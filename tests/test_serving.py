@@ -530,6 +530,19 @@ def test_what_does_not_finish_in_time_fails_with_a_reason(components):
         gate.opened.set()
 
 
+@pytest.mark.parametrize(("host", "words"), [("127.0.0.1", "is in use"), ("192.0.2.1", "cannot listen there")])
+def test_an_address_that_cannot_be_had_is_told_before_anything_is_loaded(host, words, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(SystemExit) as refused:
+            main(["serve", "--host", host, "--allow-unauthenticated", "--port", str(port)])
+    message = capsys.readouterr().err
+    assert refused.value.code == 2
+    assert f"--port {port}" in message
+    assert words in message
+    assert "loading" not in message
+
+
 def test_the_command_serves_and_stops_at_a_signal(tmp_path):
     command = [sys.executable, "-m", "diffusers_continuous.cli", "serve", "--port", "0", "--drain-s", "0"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -28,7 +29,8 @@ Serves one pipeline to many clients at once: POST /v1/images/generations as Open
 EPILOG = f"""\
 The key may also stand in the environment variable {API_KEY_VARIABLE}, where other users of this machine do not see it.
 Ctrl-C, or a SIGTERM, lets accepted requests finish for --drain-s seconds; a second Ctrl-C ends at once.
-exit code: 1 the model cannot be loaded; 2 a mistake in the call; 130 stopped by Ctrl-C. A SIGTERM ends it as usual."""
+exit code: 1 the model cannot be loaded; 2 a mistake in the call, such as a port that is in use; 130 stopped by Ctrl-C.
+A SIGTERM ends it as usual."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -36,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_all(argv)
     try:
         from diffusers_continuous.serving import create_app
-        from diffusers_continuous.serving.server import Server
+        from diffusers_continuous.serving.server import Server, listen
     except ModuleNotFoundError as error:
         parser.error(f"{error.name} is not installed: pip install 'diffusers-continuous[serving]'")
     options.api_key = options.api_key or os.environ.get(API_KEY_VARIABLE) or None
@@ -44,15 +46,28 @@ def main(argv: Sequence[str]) -> int:
         settings = _settings(options)
     except ValueError as error:
         parser.error(str(error))
-    print(f"loading {options.model or EMBEDDED_MODEL}", file=sys.stderr)
     try:
-        pipe = load_pipeline(options.model, options.decoder_model)
-    except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    server = Server(create_app(lambda: pipe, settings), options.host, options.port)
-    server.run()
+        listener = listen(options.host, options.port)
+    except OSError as error:
+        parser.error(_why_not_there(options.host, options.port, error))
+    with listener:
+        print(f"loading {options.model or EMBEDDED_MODEL}", file=sys.stderr)
+        try:
+            pipe = load_pipeline(options.model, options.decoder_model)
+        except (OSError, ValueError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+        server = Server(create_app(lambda: pipe, settings))
+        server.run([listener])
     return 0 if server.started else 1
+
+
+def _why_not_there(host: str, port: int, error: OSError) -> str:
+    """Why the server cannot listen at that address, and which option to change."""
+    if error.errno == errno.EADDRINUSE:
+        return f"--port {port} is in use on {host}: stop what listens there, or name another port"
+    reason = str(error.strerror or error).partition(" (while")[0]  # what follows repeats the address
+    return f"--host {host} --port {port}: this machine cannot listen there: {reason}"
 
 
 def _parser() -> ArgumentParser:

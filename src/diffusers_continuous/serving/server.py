@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 
 import uvicorn
 from fastapi import FastAPI
 
+logger = logging.getLogger("uvicorn.error")
+
 # What answers that are ready get for being sent, once all requests have ended.
 SENDING_S = 5
+# Connections that may wait to be taken: uvicorn's number.
+BACKLOG = 2048
 
 
 class Server(uvicorn.Server):
@@ -17,12 +22,18 @@ class Server(uvicorn.Server):
     Meanwhile newcomers and health checks get 503. A second Ctrl-C ends at once.
     """
 
-    def __init__(self, app: FastAPI, host: str, port: int) -> None:
-        config = uvicorn.Config(
-            app, host, port, timeout_graceful_shutdown=SENDING_S, server_header=False, ws="none", lifespan="on"
-        )
+    def __init__(self, app: FastAPI) -> None:
+        config = uvicorn.Config(app, timeout_graceful_shutdown=SENDING_S, server_header=False, ws="none", lifespan="on")
         super().__init__(config)
         self._app = app
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start as uvicorn does, and say where, which it leaves to whoever bound the sockets."""
+        await super().startup(sockets)
+        for listener in sockets or ():
+            host, port = listener.getsockname()[:2]
+            where = f"[{host}]" if ":" in host else host
+            logger.info("running on http://%s:%d (Ctrl-C stops it)", where, port)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Drain, then stop as uvicorn does."""
@@ -30,3 +41,13 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
         if self.force_exit:  # uvicorn would leave the application as it is, and its engine running
             await self.lifespan.shutdown()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that takes connections from now on; they are answered once a server runs on it.
+
+    Raises:
+        OSError: when the address is in use, or not this machine's.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=BACKLOG)
