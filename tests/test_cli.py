@@ -74,6 +74,11 @@ def write_rows(path: Path, *rows: object) -> Path:
         (["generate", "--prompts-file", "prompts.csv"], ["prompts.csv", ".jsonl, .txt"]),
         (["env", "--al"], ["'--al'", "choose from --help"]),
         (["demo", "--outpt", "d"], ["'--outpt'", "did you mean '--output'?"]),
+        (["serve", "--media-dir", "/proc/nope"], ["media_dir='/proc/nope'", "cannot be a folder"]),
+        (["serve", "--media-dir", "/dev/null"], ["media_dir='/dev/null'", "it is a file"]),
+        (["serve", "--cors-origin", "foo"], ["'foo'", "scheme://host:port"]),
+        (["serve", "--cors-origin", "https://example.org/"], ["'https://example.org/'", "without a path"]),
+        (["serve", "--cors-origin", "*", "--cors-origin", "https://Example.org"], ["Example.org", "small letters"]),
         (["--versio"], ["'--versio'", "did you mean '--version'?"]),
     ],
 )

@@ -335,7 +335,8 @@ def test_web_pages_of_other_origins_get_in_only_where_they_may(components, serve
     headers = {"Origin": "https://example.org", "Access-Control-Request-Method": "POST"}
     assert server.http.options(GENERATIONS, headers=headers).status_code == 405
     assert "access-control-allow-origin" not in server.http.get("/health", headers=headers).headers
-    with serve(components, cors_origins=("https://example.org",), api_key="key") as other:
+    own = ("http://localhost:3000", "http://[::1]:80", "chrome-extension://abc", "https://example.org")
+    with serve(components, cors_origins=own, api_key="key") as other:
         answer = httpx.options(f"{other.url}{GENERATIONS}", headers=headers)
         assert answer.headers["access-control-allow-origin"] == "https://example.org"
         headers["Origin"] = "https://example.com"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ..config import ContinuousBatchingConfig
 from ..loading import EMBEDDED_MODEL, load_pipeline
+from ..serving.media import MediaStore
 from ..serving.settings import (
     API_KEY_VARIABLE,
     MAX_QUEUE_SIZE,
@@ -44,6 +45,8 @@ def main(argv: Sequence[str]) -> int:
     options.api_key = options.api_key or os.environ.get(API_KEY_VARIABLE) or None
     try:
         settings = _settings(options)
+        if settings.media_dir is not None:
+            MediaStore(settings.media_dir)  # which tells what is wrong with the folder
     except ValueError as error:
         parser.error(str(error))
     try:

@@ -8,14 +8,26 @@ import secrets
 import stat
 from pathlib import Path
 
+from diffusers_continuous.errors import ConfigError
+
 MEDIA_NAME = r"^[0-9a-f]{32}\.(png|jpeg|webp)$"
 
 
 class MediaStore:
-    """A folder of pictures under random names, which no one can guess."""
+    """A folder of pictures under random names, which no one can guess.
+
+    Raises:
+        ConfigError: when there can be no such folder, or none that pictures can be written to.
+    """
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            reason = "it is a file" if folder.exists() else error.strerror
+            raise ConfigError(f"media_dir={str(folder)!r} cannot be a folder for pictures: {reason}") from error
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise ConfigError(f"media_dir={str(folder)!r} cannot be written to")
         self._folder = folder
 
     def save(self, content: bytes, output_format: str) -> str:

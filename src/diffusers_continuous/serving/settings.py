@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,6 +15,8 @@ MAX_QUEUE_SIZE = 256
 METRICS_PREFIXES = ("diffusers_continuous", "vllm_omni")
 # The clients' key, where other users of the machine do not see it.
 API_KEY_VARIABLE = "DIFFUSERS_CONTINUOUS_API_KEY"
+# As browsers send it, which is what it is compared with.
+ORIGIN = r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[^\s/?#@:\[\]A-Z]+)(:[0-9]{1,5})?"
 # What the pipeline's call takes by default.
 DEFAULT_STEPS = 50
 DEFAULT_TRUE_CFG_SCALE = 4.0
@@ -61,6 +64,12 @@ class ServingSettings:
             raise ConfigError("model_names must have at least one name, and none may be empty")
         if self.api_key == "":
             raise ConfigError("api_key is empty; leave it out to let everybody in")
+        for origin in self.cors_origins:
+            if origin != "*" and re.fullmatch(ORIGIN, origin) is None:
+                raise ConfigError(
+                    f"CORS origin {origin!r:.200} is none: write scheme://host or scheme://host:port, in small letters "
+                    "and without a path, or '*' for all"
+                )
 
 
 def is_loopback(host: str) -> bool:
