@@ -369,7 +369,8 @@ def _early_stop(decoder: str, num_steps: int, steps: Any, at: Any) -> int:
         steps = num_steps - _whole("early_stop_at", at, 1, num_steps)
     steps = 0 if steps is None else _whole("early_stop_steps", steps, 0, num_steps - 1)
     if steps and decoder == "vae":
-        raise RequestError(f"stopping {steps} steps early leaves noise that only decoder='pid' takes away")
+        given = f"early_stop_steps={steps}" if at is None else f"early_stop_at={at}"
+        raise RequestError(f"{given} leaves noise that only decoder='pid' takes away")
     return steps
 
 

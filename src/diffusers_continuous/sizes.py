@@ -9,8 +9,8 @@ SIZE_MULTIPLE = 16  # a token is 2x2 latent pixels of 8x8 picture pixels
 MAX_SIDE = 8192
 
 
-def read_size(value: object) -> tuple[int, int]:
-    """(width, height) from "WxH" or [W, H]; both are multiples of 16."""
+def read_size(value: object, max_side: int = MAX_SIDE) -> tuple[int, int]:
+    """(width, height) from "WxH" or [W, H]; both are multiples of 16 and at most `max_side`."""
     if isinstance(value, str):
         match = re.fullmatch(r"\s*(-?\d+)\s*[xX×]\s*(-?\d+)\s*", value)  # noqa: RUF001
         sides = [int(side) for side in match.groups()] if match else []
@@ -19,8 +19,8 @@ def read_size(value: object) -> tuple[int, int]:
     if len(sides) != 2:
         raise ValueError(f"size {value!r} is not WIDTHxHEIGHT, for example 1328x1328 or 128x192")
     width, height = sides
-    if min(sides) < SIZE_MULTIPLE or max(sides) > MAX_SIDE:
-        raise ValueError(f"size {width}x{height} is out of range: each side is {SIZE_MULTIPLE} to {MAX_SIDE} pixels")
+    if min(sides) < SIZE_MULTIPLE or max(sides) > max_side:
+        raise ValueError(f"size {width}x{height} is out of range: each side is {SIZE_MULTIPLE} to {max_side} pixels")
     if width % SIZE_MULTIPLE or height % SIZE_MULTIPLE:
         raise ValueError(
             f"size {width}x{height} is not a multiple of {SIZE_MULTIPLE} on both sides; the nearest sizes are "

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fastapi import Response
 from starlette.exceptions import HTTPException
 
-from diffusers_continuous.config import check_known
 from diffusers_continuous.errors import (
     ContinuousBatchingError,
     DeadlineError,
@@ -94,9 +94,11 @@ def invalid_request(problems: Iterable[Mapping[str, Any]], fields: Iterable[str]
         param = where[0] if where else None
         if problem["type"] == "extra_forbidden":
             is_unknown = True
-            lines.append(_unknown_field(where[0], fields))
+            lines.append(_unknown_parameter(where[0], fields))
         elif problem["type"] == "missing":
             lines.append(f"{param or 'the body'}: it is required")
+        elif problem["type"] == "model_attributes_type" and param is None:
+            lines.append("the body must be a JSON object, sent with Content-Type: application/json")
         elif problem["type"] == "json_invalid":
             lines.append(f"the body is no valid JSON: {problem.get('ctx', {}).get('error', problem['msg'])}")
             param = None
@@ -108,12 +110,11 @@ def invalid_request(problems: Iterable[Mapping[str, Any]], fields: Iterable[str]
     return ApiError(400, "; ".join(lines), code, next((param for param in params if param), None))
 
 
-def _unknown_field(name: str, known: Iterable[str]) -> str:
-    try:
-        check_known("field", name[:64], known, RequestError)  # no field has as many characters
-    except RequestError as error:
-        return str(error)
-    raise AssertionError(f"{name!r} is known")
+def _unknown_parameter(name: str, known: Sequence[str]) -> str:
+    name = name[:64]  # no parameter has as many characters
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    return f"unknown parameter {name!r}{hint}; known are {', '.join(sorted(known))}"
 
 
 def _shorten(value: Any) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
-from diffusers_continuous.sizes import SIZE_MULTIPLE, diffusion_size, read_size
+from diffusers_continuous.sizes import MAX_SIDE, SIZE_MULTIPLE, diffusion_size, read_size
 
 from .errors import ApiError
 from .protocol import (
@@ -136,6 +136,9 @@ def make_generation(
     """
     _check_model(settings, request)
     _check_output(settings, request)
+    if request.decoder == "pid" and pipe.decoder is None:
+        problem = "decoder: 'pid' needs a server that has one (--decoder-model); use 'vae'"
+        raise ApiError(400, problem, "invalid_value", "decoder")
     scale = 1
     if request.decoder != "vae" and pipe.decoder is not None:
         scale = int(pipe.decoder.transformer.config.sr_scale)
@@ -201,13 +204,9 @@ def _picture_size(
         side = max(multiple, min(side, settings.max_size // multiple * multiple))
         return side, side
     try:
-        width, height = read_size(size)
+        return read_size(size, min(settings.max_size, MAX_SIDE))
     except ValueError as error:
         raise ApiError(400, str(error), "invalid_value", "size") from None
-    if max(width, height) > settings.max_size:
-        limit = f"no side may be longer than {settings.max_size} pixels here"
-        raise ApiError(400, f"size {width}x{height}: {limit}", "invalid_value", "size")
-    return width, height
 
 
 def _warnings(request: ImageGenerationRequest, scale_of_guidance: float) -> list[str]:
