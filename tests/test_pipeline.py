@@ -20,7 +20,13 @@ from diffusers import (
 )
 
 from conftest import assert_latents_equal, assert_pictures_equal, generator, load_stock
-from diffusers_continuous import ContinuousBatchingPipeline, RequestError, UnsupportedModelError, embedded
+from diffusers_continuous import (
+    ContinuousBatchingPipeline,
+    EngineStoppedError,
+    RequestError,
+    UnsupportedModelError,
+    embedded,
+)
 from test_equality import run_together
 
 SMALL = {"height": 64, "width": 64, "num_inference_steps": 3, "true_cfg_scale": 1.0}
@@ -274,6 +280,21 @@ def test_an_exchanged_component_waits_for_what_runs_and_holds_for_what_waits(mak
     )
     assert_latents_equal(results["a"], expected.images)
     assert_latents_equal(after, stock_after("a ring", generator=generator(1), output_type="latent", **SMALL).images)
+
+
+def test_an_engine_that_a_call_made_can_be_had_and_exchanged(pipe):
+    assert pipe.engine is None
+    with pytest.raises(AttributeError):
+        pipe.engine = 3
+    pipe("a ring", **SMALL)
+    assert pipe.engine.stats().num_by_status == {"finished": 1}
+    with pytest.raises(EngineStoppedError, match=r"pipe\.engine\.stop\(\)"):
+        pipe.init_continuous_batching(max_requests_per_batch=2)
+    pipe.engine.stop()
+    engine = pipe.init_continuous_batching(max_requests_per_batch=2)
+    pipe("a ring", **SMALL)
+    assert pipe.engine is engine
+    assert engine.is_running()
 
 
 def test_two_threads_on_one_pipeline(pipe, stock):

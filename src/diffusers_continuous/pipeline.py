@@ -110,6 +110,11 @@ class ContinuousBatchingMixin:
 
     # ------------------------------------------------------------------ the engine
 
+    @property
+    def engine(self) -> DiffusionEngine | None:
+        """The pipeline's present engine, running or stopped; None before the first call, or whatever else makes one."""
+        return self._engine
+
     def init_continuous_batching(
         self, continuous_batching_config: ContinuousBatchingConfig | dict[str, Any] | None = None, **options: Any
     ) -> DiffusionEngine:
@@ -123,8 +128,7 @@ class ContinuousBatchingMixin:
         with _lock_of(self):
             if self._engine is not None and not self._engine.is_stopped:
                 raise EngineStoppedError(
-                    "this pipeline has an engine already: stop() the one that init_continuous_batching() gave you, "
-                    "and make your own before the first call, which starts one"
+                    "this pipeline has an engine already, from its first call or from you: pipe.engine.stop() ends it"
                 )
             engine = self._make_engine(config)
             self.__dict__["_engine"] = engine
