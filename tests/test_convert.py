@@ -10,6 +10,7 @@ import json
 import pickle
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,11 @@ class Evil:
         return Path.touch, (self.file,)
 
 
+def write_archive(path: Path) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("letter.txt", "hello")
+
+
 def write_evil(path: Path) -> None:
     torch.save({"net.weight": Evil(path.with_name("touched"))}, path)
 
@@ -178,11 +184,12 @@ def write_evil(path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "write", "expected"),
     [
-        ("noise.pth", lambda path: path.write_bytes(bytes(range(100))), "noise.pth cannot be converted"),
+        ("noise.pth", lambda path: path.write_bytes(bytes(range(100))), "noise.pth is no PyTorch checkpoint"),
         ("noise.safetensors", lambda path: path.write_bytes(b"\xff" * 100), "noise.safetensors cannot be converted"),
-        ("empty.pth", lambda path: path.touch(), "empty.pth cannot be converted"),
+        ("empty.pth", lambda path: path.touch(), "empty.pth is no PyTorch checkpoint"),
         ("evil.pth", write_evil, "Weights only load failed"),
-        ("old.pth", lambda path: path.write_bytes(pickle.dumps({})), "old.pth cannot be converted"),
+        ("old.pth", lambda path: path.write_bytes(pickle.dumps({})), "old.pth is no PyTorch checkpoint"),
+        ("archive.pth", write_archive, "archive.pth is no PyTorch checkpoint"),
         ("nested.pth", lambda path: torch.save({"state_dict": {}}, path), "not a flat table"),
     ],
 )

@@ -723,6 +723,12 @@ def test_a_pickle_with_anything_but_tensors_is_refused(tmp_path):
         conversion.read_checkpoint(tmp_path / "model.pth")
 
 
+def test_a_file_that_is_no_checkpoint_is_named(tmp_path):
+    (tmp_path / "notes.pth").write_text("not tensors")
+    with pytest.raises(ConfigError, match=r"notes\.pth is no PyTorch checkpoint"):
+        PiDDecoder.from_original(tmp_path / "notes.pth", backbone="qwenimage")
+
+
 def test_a_repository_folder_is_searched_and_a_missing_file_named(tmp_path):
     checkpoint = find_checkpoint("flux", "2k")
     with pytest.raises(ConfigError, match=checkpoint.folder):

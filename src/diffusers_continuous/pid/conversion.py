@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -130,14 +131,19 @@ def read_checkpoint(path: str | Path) -> dict[str, torch.Tensor]:
     """Every tensor of a `.safetensors` file or a torch pickle, on the CPU; never runs code from the file.
 
     Raises:
-        ConfigError: if a pickle is not a flat table of tensors.
+        ConfigError: if the file is neither, or a pickle is not a flat table of tensors.
     """
     path = Path(path)
     if path.suffix == ".safetensors":
         from safetensors.torch import load_file
 
         return load_file(path)
-    content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    if not zipfile.is_zipfile(path):
+        raise ConfigError(f"{path} is no PyTorch checkpoint: torch.save writes a zip archive, which this is not")
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except RuntimeError as error:
+        raise ConfigError(f"{path} is no PyTorch checkpoint: {str(error).partition(chr(10))[0]}") from error
     if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
         raise ConfigError(f"{path} is not a flat table of tensors")
     return content
