@@ -259,10 +259,15 @@ def _check_prompts(pipe: Any, prompt: Any, embeds: Any, mask: Any) -> None:
 
 
 def _check_texts(name: str, value: Any) -> None:
-    if isinstance(value, str):
-        return
-    if not isinstance(value, list) or not value or not all(isinstance(text, str) for text in value):
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
         raise RequestError(f"`{name}` has to be a string or a non-empty list of strings, not {_shorten(value)}")
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            bad = text[error.start]
+            raise RequestError(f"`{name}` has {bad!r}, half a character, at {error.start}: {_shorten(text)}") from None
 
 
 def _check_embeds(pipe: Any, name: str, embeds: Any, mask: Any) -> None:
