@@ -219,7 +219,9 @@ def test_a_server_that_is_not_there_or_ill_is_told(serve, capsys):
         (["--rate", "1", "--load", "1"], ["not allowed with"]),
         (["--requests", "1"], ["'1'", "at least 2"]),
         (["--url", "localhost:8000"], ["'localhost:8000'", "http://"]),
-        (["--shrink", "100"], ["100", "16 pixels"]),
+        (["--shrink", "100"], ["--shrink 100", "10x10 is out of range"]),
+        (["--shrink", "7", "--mix", "0.7:120:10"], ["--shrink 7", "17x17", "16x16 and 32x32"]),
+        (["--mix", "0.7:17:10"], ["0.7:17:10", "17x17 is not a multiple of 16"]),
         (["--rte", "1"], ["'--rte'", "did you mean '--rate'?"]),
     ],
 )

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..serving.settings import API_KEY_VARIABLE
-from .arguments import ArgumentParser, integer_reader, option_type, read_cfg
+from .arguments import ArgumentParser, integer_reader, option_type, read_cfg, read_size
 from .workload import (
     ARRIVALS,
     MIXES,
@@ -303,9 +303,11 @@ def _parse(argv: Sequence[str]) -> Namespace:
     scheme = urllib.parse.urlsplit(args.url).scheme
     if scheme not in ("http", "https"):
         parser.error(f"--url {args.url!r} does not begin with http:// or https://")
-    sides = [side for _, side, _ in read_mix(args.mix)]
-    if min(sides) < 16 * args.shrink:
-        parser.error(f"--shrink {args.shrink} leaves less than 16 pixels of a side of {min(sides)}")
+    try:
+        for _, side, _ in read_mix(args.mix):
+            read_size([side // args.shrink] * 2)
+    except ValueError as error:
+        parser.error(f"--mix {args.mix} with --shrink {args.shrink}: {error}")
     return args
 
 
