@@ -18,7 +18,7 @@ import numpy as np
 from PIL import Image
 
 from .arguments import ArgumentParser
-from .pictures import save_picture
+from .pictures import make_folder, save_picture
 from .stock_call import StockCall
 from .timeline import Lane, draw_contact_sheet, draw_timeline
 
@@ -71,7 +71,10 @@ def main(argv: Sequence[str]) -> int:
     parser = ArgumentParser(prog="diffusers-continuous demo", description=DESCRIPTION)
     parser.add_argument("--output", type=Path, default=Path("demo-output"), metavar="DIR", help="default: %(default)s")
     folder: Path = parser.parse_all(argv).output
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        make_folder(folder)
+    except OSError as error:
+        parser.error(f"--output {error}")
 
     from ..loading import EMBEDDED_MODEL, load_decoder, load_pipeline, load_stock_pipeline
 

@@ -43,9 +43,12 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_all(argv)
     try:
         rows = _rows(options)
-        folder = PictureFolder(options.output)
     except (OSError, ValueError) as error:
         parser.error(str(error))
+    try:
+        folder = PictureFolder(options.output)
+    except OSError as error:
+        parser.error(f"--output {error}")
     jobs = plan(rows, folder, options, options.resume)
     done = len(rows) - len(jobs)
     if done:

@@ -21,7 +21,7 @@ class PictureFolder:
     """Gives each request a stem such as `0003-a-red-star` and writes its pictures under it."""
 
     def __init__(self, path: Path) -> None:
-        path.mkdir(parents=True, exist_ok=True)
+        make_folder(path)
         self.path = path
         self._next_number = 1 + max((number for file in path.iterdir() if (number := _number(file.name))), default=0)
 
@@ -44,6 +44,20 @@ class PictureFolder:
             if REQUEST_KEY in text and text.get(INDEX_KEY, "").isdecimal():
                 found.setdefault(text[REQUEST_KEY], {})[int(text[INDEX_KEY])] = path
         return found
+
+
+def make_folder(path: Path) -> None:
+    """Make the folder where there is none.
+
+    Raises:
+        OSError: names what is in the way.
+    """
+    if path.exists() and not path.is_dir():
+        raise NotADirectoryError(f"{str(path)!r} is a file, and a folder is wanted")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(f"folder {str(path)!r} cannot be made: {error.strerror}") from error
 
 
 def save_picture(picture: Picture, path: Path, metadata: Mapping[str, str]) -> None:
