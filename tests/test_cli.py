@@ -336,7 +336,7 @@ def test_env_tells_versions_device_and_backends(capsys):
     assert "device" in lines
 
 
-def test_demo_draws_what_the_stock_pipeline_draws_and_leaves_its_files(tmp_path, capsys, monkeypatch):
+def test_demo_draws_what_the_stock_pipeline_draws_and_leaves_its_files(tmp_path, capsys, caplog, monkeypatch):
     from diffusers_continuous.cli import demo
 
     callers = tuple(dataclasses.replace(c, steps=1 + c.steps // 8, delay_s=c.delay_s / 8) for c in demo.CALLERS)
@@ -345,6 +345,7 @@ def test_demo_draws_what_the_stock_pipeline_draws_and_leaves_its_files(tmp_path,
     monkeypatch.setattr(demo, "DECODED_STEPS", 4)
     assert main(["demo", "--output", str(tmp_path)]) == 0
     text = capsys.readouterr().out
+    assert caplog.messages == []
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {*(f"picture-{n}.png" for n in range(1, 9)), "contact-sheet.png", "timeline.png", "decoders.png"}
     difference = next(line for line in text.splitlines() if line.startswith("largest difference"))

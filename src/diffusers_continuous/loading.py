@@ -52,12 +52,20 @@ def load_decoder(decoder: str | None) -> PiDDecoder:
 
 
 def load_stock_pipeline(model: str | None) -> QwenImagePipeline:
-    """Diffusers' own pipeline of the same model, with its own copy of the weights."""
+    """Diffusers' own pipeline of the same model, with its own copy of the weights.
+
+    It is built from parts that were loaded through our class: of a folder that says its `default_sample_size`, the
+    stock class would warn that it does not know it.
+
+    Raises:
+        OSError: names what cannot be loaded, and why.
+    """
     from diffusers import QwenImagePipeline
 
-    from diffusers_continuous import embedded_model_path
-
-    return cast("QwenImagePipeline", _load(QwenImagePipeline, str(embedded_model_path()) if model is None else model))
+    parts = {name: part for name, part in load_pipeline(model).components.items() if name != "decoder"}
+    stock = QwenImagePipeline(**parts)
+    stock.set_progress_bar_config(disable=True)
+    return stock
 
 
 def _check_folder(source: str | None) -> None:
