@@ -143,12 +143,16 @@ class Order:
 
 @dataclass(eq=False)
 class Drawing:
-    """One picture of an order: its number on the page, its stream, and the newest that came out of it."""
+    """One picture of an order: its number on the page, its stream, and the newest that came out of it.
+
+    `has_deadline` is false where the visitor named none and the engine could only guess one.
+    """
 
     number: int
     order: Order
     decoder: str
     stream: AsyncRequestStream
+    has_deadline: bool
     output: RequestOutput | None = None
     preview: Picture | None = None
     size: tuple[int, int] | None = None
@@ -338,7 +342,8 @@ class Space:
         drawings = []
         for decoder, stream in zip(order.decoders, streams, strict=True):
             self._num_drawings += 1
-            drawing = Drawing(self._num_drawings, order, decoder, stream)
+            has_deadline = order.deadline_s is not None or self.engine.eta_s(stream.request_id) is not None
+            drawing = Drawing(self._num_drawings, order, decoder, stream, has_deadline)
             drawings.append(drawing)
             is_guided = order.negative_prompt is not None
             self._lanes[stream.request_id] = Lane(stream.request_id, _label(drawing), is_guided, arrival_s, math.inf)
@@ -490,7 +495,7 @@ def _is_cancelled(output: RequestOutput) -> bool:
 
 def _ending(drawing: Drawing, output: RequestOutput) -> str:
     if drawing.size is not None:
-        lateness = "" if output.metrics.is_on_time else ", after its deadline"
+        lateness = ", after its deadline" if drawing.has_deadline and not output.metrics.is_on_time else ""
         return f"{drawing.size[0]}x{drawing.size[1]}, drawn in {output.metrics.latency_s:.1f} s{lateness}"
     if _is_cancelled(output):
         return f"cancelled after step {output.step} of {output.num_steps}"

@@ -51,6 +51,20 @@ def test_position_and_eta_can_be_asked_for_at_any_time(make_pipe, calibration):
         assert (engine.position(request_id), engine.eta_s(request_id)) == (None, None)
 
 
+def test_no_eta_is_told_while_it_would_be_a_guess(make_pipe):
+    engine = make_pipe().init_continuous_batching()
+    first = engine.add_request(prompt="a star", **SHORT)
+    assert (engine.position(first), engine.eta_s(first)) == (1, None)
+    engine.start()
+    engine.get_result(first, timeout=60)
+    picture = {**SHORT, "output_type": "pil"}
+    for prompt, is_known in (("a ring", False), ("a cross", False), ("a heart", False), ("a square", True)):
+        with engine.pause():
+            request_id = engine.add_request(prompt=prompt, **picture)
+            assert (engine.eta_s(request_id) is not None) == is_known
+        engine.get_result(request_id, timeout=60)
+
+
 def test_what_cannot_be_done_in_time_fails_at_once_and_alone(make_pipe, calibration):
     pipe = make_pipe(scheduler_type="slo", on_hopeless="fail", calibration=calibration)
     with pytest.raises(DeadlineError, match=r"12\.\d s after its arrival at the earliest; its deadline is 3\.0 s"):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import io
 import os
+import re
 import shutil
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -237,6 +240,39 @@ def test_nonsense_is_answered_in_plain_words(visit, space, label, value, message
     expect(visitor.toast).to_have_css("opacity", "1")  # it fades in
     visitor.screenshot("refused")
     assert space.engine.stats().num_waiting == 0
+
+
+def test_a_cold_start_tells_no_time_that_it_would_have_to_guess(space_app, tmp_path):
+    space = space_app.Space(space_app.load(None, None), tmp_path)
+    order = {"negative_prompt": "", "size": "64x64", "steps": 2, "cfg": 1, "seed": 1, "decoder": "VAE"}
+
+    def draw(deadline_s: float | None) -> tuple[str, str]:
+        """What is said of a picture in the queue, and once it is there."""
+
+        async def follow() -> tuple[str, str]:
+            asked = space.check(prompt="a ring", early_stop_steps=0, deadline_s=deadline_s, priority=0, **order)
+            with space.engine.pause():
+                (drawing,) = space._begin(asked, space._open(asked), space.engine.clock())
+                queued = space._standing(drawing)
+            async for _ in space._follow([drawing]):
+                pass
+            drawing.output.metrics.deadline_s = 0.0  # which it cannot have made
+            return queued, space._standing(drawing)
+
+        with ThreadPoolExecutor(1) as pool:  # playwright has an event loop in this thread
+            return pool.submit(asyncio.run, follow()).result()
+
+    try:
+        queued, done = draw(None)
+        assert queued == "number 1 in the queue"
+        assert "after its deadline" not in done
+        assert "after its deadline" in draw(1e-3)[1]
+        draw(None)
+        queued, done = draw(None)
+        assert re.fullmatch(r"number 1 in the queue, about .* s left", queued)
+        assert "after its deadline" in done
+    finally:
+        space.engine.stop(hard_stop=True)
 
 
 def test_a_model_that_is_not_there_is_named(space_app, monkeypatch, capsys):

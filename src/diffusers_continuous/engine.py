@@ -330,9 +330,14 @@ class DiffusionEngine:
             return None if state is None else self.scheduler.position(state, self.clock())
 
     def eta_s(self, request_id: str) -> float | None:
-        """Seconds until it will have ended, as predicted if nobody else comes; None when it has."""
+        """Seconds until it will have ended, as predicted if nobody else comes.
+
+        None when it has ended, and while it would be a guess: until the first few pieces of every kind of work that is
+        left of it were measured, or are known from a calibration.
+        """
         with self._condition:
-            if request_id not in self._active:
+            state = self._active.get(request_id)
+            if state is None or not all(map(self.scheduler.cost_model.knows, state.rows)):
                 return None
             now = self.clock()
             if now >= self._ends_until_s or request_id not in self._ends:

@@ -195,7 +195,9 @@ class RequestInfo(BaseModel):
     queue_position: int | None = Field(
         default=None, description="Requests that get a place first, this one counted; 0 runs."
     )
-    eta_s: float | None = Field(default=None, description="Predicted seconds until it ends.")
+    eta_s: float | None = Field(
+        default=None, description="Predicted seconds until it ends; none while that would be a guess."
+    )
     result: ImagesResponse | None = Field(default=None, description="Of a detached request that has finished.")
     error: ErrorObject | None = None
 
