@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
+import signal
 import threading
 import weakref
 
@@ -335,14 +337,37 @@ def test_stop_with_a_timeout_fails_what_is_left_without_waiting_for_the_step(pip
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_child_is_told_instead_of_hanging(pipe):
     pipe("a ring", **SMALL)
-    child = os.fork()
-    if child == 0:
-        try:
-            pipe._engine.add_request(prompt="a ring", **SMALL)
-        except EngineStoppedError:
-            os._exit(7)
-        os._exit(1)
+    with held_by_another_thread(pipe._engine._condition):  # as the loop does, now and then
+        child = os.fork()
+        if child == 0:
+            signal.alarm(WAIT_S)  # ends the child, should it hang
+            try:
+                pipe._engine.add_request(prompt="a ring", **SMALL)
+            except EngineStoppedError:
+                pipe._engine.stop()
+                os._exit(7)
+            os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+@contextlib.contextmanager
+def held_by_another_thread(lock):
+    """The lock is taken for the body, and not by the calling thread."""
+    is_held, is_over = threading.Event(), threading.Event()
+
+    def hold():
+        with lock:
+            is_held.set()
+            is_over.wait(WAIT_S)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert is_held.wait(WAIT_S)
+    try:
+        yield
+    finally:
+        is_over.set()
+        holder.join()
 
 
 # ---------------------------------------------------------------------- values

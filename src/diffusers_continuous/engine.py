@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import logging
 import math
+import os
 import threading
 import time
 import traceback
@@ -44,6 +45,16 @@ def _stop_all() -> None:
         engine.stop(hard_stop=True)
 
 
+def _forget_locks() -> None:
+    """In a forked child nobody lets go of what the parent's threads held: whoever asks there must not wait for it."""
+    for engine in list(_engines):
+        engine._make_locks()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_locks)
+
+
 class DiffusionEngine:
     """Owns the busy loop: schedule, execute, update, until stopped. Every method may be called from any thread.
 
@@ -69,8 +80,6 @@ class DiffusionEngine:
         self.fatal_error: BaseException | None = None
         self._make_request = make_request
         self._stats = stats or StatsRecorder()
-        self._condition = threading.Condition(threading.RLock())
-        self._exclusive_lock = threading.RLock()
         self._thread: threading.Thread | None = None
         self._active: dict[str, RequestState] = {}
         self._unfetched: OrderedDict[str, RequestFuture] = OrderedDict()
@@ -78,14 +87,19 @@ class DiffusionEngine:
         self._ends_until_s = -math.inf
         self._is_stopping = False
         self._is_hard_stop = False
-        self._is_in_step = False
-        self._num_pauses = 0
         self._abandoned: deque[RequestState] = deque()
         self._ended: list[RequestState] = []
-        self._mine = threading.local()  # per thread: how many pauses it holds, how many callbacks it is in
+        self._make_locks()
         scheduler.is_phased = runner.is_phased
         scheduler.memory = runner.make_ledger()
         _engines.add(self)
+
+    def _make_locks(self) -> None:
+        self._condition = threading.Condition(threading.RLock())
+        self._exclusive_lock = threading.RLock()
+        self._mine = threading.local()  # per thread: how many pauses it holds, how many callbacks it is in
+        self._num_pauses = 0
+        self._is_in_step = False
 
     # ------------------------------------------------------------------ life
 
