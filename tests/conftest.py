@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import diffusers
 import numpy as np
 import pytest
 import torch
+import transformers
 from diffusers import QwenImagePipeline
 
 from diffusers_continuous import ContinuousBatchingPipeline, embedded
@@ -97,6 +100,18 @@ def pipelines(components: dict[str, Any]) -> Iterator[Callable[..., ContinuousBa
             with contextlib.suppress(Exception):
                 if pipe._engine is not None:
                     pipe._engine.stop(hard_stop=True)
+
+
+@pytest.fixture
+def loggers_kept() -> Iterator[None]:
+    """For tests of scripts that silence libraries, which other tests listen to."""
+    loggers = [logging.getLogger(name) for name in ("diffusers", "diffusers_continuous", "transformers")]
+    levels = [logger.level for logger in loggers]
+    yield
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
+    for library in (diffusers, transformers):
+        library.utils.logging.enable_progress_bar()
 
 
 @pytest.fixture

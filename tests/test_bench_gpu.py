@@ -6,14 +6,11 @@ import dataclasses
 import importlib
 import itertools
 import json
-import logging
 import sys
 from pathlib import Path
 
-import diffusers
 import pytest
 import torch.nn.functional as F
-import transformers
 
 from attention_fakes import installed
 from diffusers_continuous import attention
@@ -22,6 +19,8 @@ from diffusers_continuous.config import BATCH_LAYOUTS
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 bench = importlib.import_module("bench_gpu")
 
+pytestmark = pytest.mark.usefixtures("loggers_kept")
+
 
 @pytest.fixture(autouse=True)
 def few_and_fast(monkeypatch):
@@ -29,18 +28,6 @@ def few_and_fast(monkeypatch):
     tiny = dataclasses.replace(bench.TINY, sizes=(32, 48), counts=(1, 4), engine_requests=3)
     monkeypatch.setattr(bench, "TINY", tiny)
     monkeypatch.setattr(bench, "CELL_S", 0.0)
-
-
-@pytest.fixture(autouse=True)
-def loggers_kept():
-    """The script silences libraries, and other tests listen to them."""
-    loggers = [logging.getLogger(name) for name in ("diffusers", "diffusers_continuous", "transformers")]
-    levels = [logger.level for logger in loggers]
-    yield
-    for logger, level in zip(loggers, levels, strict=True):
-        logger.setLevel(level)
-    diffusers.utils.logging.enable_progress_bar()
-    transformers.utils.logging.enable_progress_bar()
 
 
 def run(capsys, *arguments):

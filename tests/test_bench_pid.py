@@ -144,6 +144,7 @@ def test_an_early_stop_leaves_the_latents_and_the_noise_level_of_that_step(decod
     assert np.array_equal(decoded, np.asarray(models.draw_and_decode(64, SETTINGS)[0]))
 
 
+@pytest.mark.usefixtures("loggers_kept")
 def test_the_embedded_run_ends_in_one_json_line_with_the_ratios(decoder_folder, capsys, monkeypatch):
     monkeypatch.setattr(bench, "LIKENESS_SIDE", 64)
     options = ("--targets", 64, "--steps", 3, "--early-stop", 1, "--decode-steps", 2, "--repeats", 3, "--scenes", 1)
