@@ -70,8 +70,8 @@ class StockProcess:
         return self._ask("encode", requests)
 
     def close(self) -> None:
-        """End the process."""
-        self._process.terminate()
+        """Let the process end."""
+        self._connection.close()
         self._process.join()
 
     def _ask(self, what: str, requests: Sequence[BenchRequest]) -> Any:
@@ -87,7 +87,10 @@ def _serve(connection: Any, source: str, dtype: torch.dtype, device: torch.devic
     pipe = QwenImagePipeline.from_pretrained(source, dtype=dtype).to(device)
     pipe.set_progress_bar_config(disable=True)
     while True:
-        what, requests = connection.recv()
+        try:
+            what, requests = connection.recv()
+        except EOFError:
+            return
         if what == "draw":
             timed = [_draw(pipe, request.arguments()) for request in requests]
             connection.send(([np.asarray(image) for image, _ in timed], [seconds for _, seconds in timed]))

@@ -94,6 +94,14 @@ def test_standalone_and_remaining_time_follow_every_stage():
     assert model.standalone_ms(request("b", steps=3, output_type="latent")) == 10 + 3 * 20
 
 
+def test_prompts_of_one_length_are_encoded_together():
+    rows = request("a", 3).rows
+    for row, (prompt, num_tokens) in zip(rows, [("a ring", 7), ("a star", 7), ("a red star", 9)], strict=True):
+        row.prompt, row.text = prompt, SimpleNamespace(num_tokens=num_tokens)
+    model = informed(encode=Curve(1.0, 0.1, 0.0, 5.0))
+    assert model.rows_ms("encode", rows) == pytest.approx(1.0 + 0.1 * (7 + 7 + 9) + 5.0 * 2)
+
+
 def test_rows_of_one_request_share_its_steps():
     model = informed(denoise=Curve(16.0, 5.0 / 72))
     one, three = request("a", steps=10, output_type="latent"), request("b", 3, steps=10, output_type="latent")

@@ -51,7 +51,8 @@ class Curve:
     """Milliseconds of one piece of work: a constant and what its tokens, pairs and sequences take; at least `floor_ms`.
 
     Pairs are pairs of tokens that attention compares. Sequences are the branches of a step's rows (a guided row has
-    two), each with its own modulation and small products; the prompts of an encoding; the pictures of a decoding.
+    two), each with its own modulation and small products; the pictures of a decoding; the lengths among the prompts of
+    an encoding, since prompts of one length are encoded together wherever others would change their last bits.
     """
 
     constant_ms: float = 0.0
@@ -377,7 +378,7 @@ def sum_of_work(kind: str, rows: Iterable[Row]) -> tuple[int, float, int]:
     """Tokens, pairs and sequences (see `Curve`) that one piece of work on all of `rows` touches."""
     if kind == "encode":
         prompts = _prompts(rows)
-        return sum(prompts.values()), 0.0, len(prompts)
+        return sum(prompts.values()), 0.0, len(set(prompts.values()))
     tokens, pairs, sequences = 0, 0.0, 0
     for row in rows:
         more_tokens, more_pairs, more_sequences = _work(kind, row)
