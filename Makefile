@@ -2,6 +2,7 @@
 # make space  set up and serve the page on which many draw on one engine; MODEL_ID and PID_ID choose other models
 # make test   set up and run the tests
 # make fuzz   set up and send the server 2,000 requests made from its own document
+# make bench  set up and measure the engine against the stock pipeline, a quarter of an hour on an idle machine
 # make lint   ruff, its formatter, mypy
 PYTHON ?= python3
 VENV ?= .venv
@@ -16,7 +17,7 @@ export OMP_WAIT_POLICY ?= passive
 # What an install depends on; an older stamp is made anew.
 SOURCES := pyproject.toml constraints.txt
 
-.PHONY: demo space test fuzz lint clean
+.PHONY: demo space test fuzz bench lint clean
 .DEFAULT_GOAL := test
 
 $(VENV)/.created:
@@ -43,6 +44,12 @@ test: $(VENV)/.dev-installed
 
 fuzz: $(VENV)/.dev-installed
 	FUZZ_CASES=2000 $(BIN)/python -m pytest tests/test_serving_fuzz.py $(PYTEST_FLAGS)
+
+bench: $(VENV)/.dev-installed
+	$(BIN)/python scripts/bench_offline.py --requests 8 --size 128 --steps 20 --cfg 4 --repeats 3 --compile
+	$(BIN)/python scripts/bench_offline.py --requests 8 --steps 20 --cfg 4 --repeats 3 --mixed
+	$(BIN)/python scripts/bench_offline.py --requests 1 --size 128 --steps 20 --cfg 4 --repeats 3
+	$(BIN)/python scripts/bench_offline.py --requests 1 --size 128 --steps 20 --cfg 1 --repeats 3
 
 lint: $(VENV)/.dev-installed
 	$(BIN)/ruff check .
