@@ -1,6 +1,7 @@
 """Which rows fit together in one step: by places and tokens, by what sharing saves and whom it makes late, by pages.
 
-Both classes only find out; the scheduler acts. Talks of numbers, never imports torch.
+They find out and change nothing, but for `PageRoom.commit`, which writes the moves into the ledger of pages. Knows no
+policy and no order of rows; talks of numbers, never imports torch.
 """
 
 from __future__ import annotations
