@@ -84,6 +84,25 @@ def test_rows_are_invariant_under_order_and_neighbours(pipe):
             assert torch.equal(b, alone)
 
 
+CHOICES = [[0], [1], [2], [4], [0, 1], [1, 0], [0, 2], [3, 4], [1, 2, 4]]
+
+
+@pytest.mark.parametrize("num_pictures", [2, 3, 5])
+@pytest.mark.parametrize("has_neighbour", [False, True])
+def test_a_picture_is_invariant_under_which_others_of_its_call_step_with_it(pipe, num_pictures, has_neighbour):
+    call = {**CALLS[0], "prompt": "", "num_images_per_prompt": num_pictures}
+    rows, model = encoded_rows(pipe, call, CALLS[1])
+    *rows, neighbour = rows
+    others = [neighbour] if has_neighbour else []
+    with torch.no_grad():
+        together = model.denoise_step(InputBatch.make(rows, model))
+        for chosen in CHOICES:
+            if max(chosen) < num_pictures:
+                batch = InputBatch.make([*others, *(rows[index] for index in chosen)], model)
+                for index, ours in zip(chosen, model.denoise_step(batch)[len(others) :], strict=True):
+                    assert torch.equal(ours, together[index]), (chosen, index)
+
+
 def test_a_repeated_prompt_is_encoded_once_and_a_bounded_number_is_kept(make_pipe):
     pipe = make_pipe(prompt_cache_size=3)
     model, encoded = pipe._engine.runner._model, []

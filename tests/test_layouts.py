@@ -223,7 +223,7 @@ def test_tiles_change_no_bit(make_pipe, name):
 
 
 def make_branch(row: int, height: int, width: int) -> Branch:
-    return Branch(row, row, 1, False, TextEmbeds(torch.zeros(3 + row, 8), 3 + row), height, width)
+    return Branch(row, row, 0, 1, False, TextEmbeds(torch.zeros(3 + row, 8), 3 + row), height, width)
 
 
 def make_tiled(*sizes: tuple[int, int]) -> Any:

@@ -128,8 +128,8 @@ def _compose(
 ) -> Composition:
     branches = _sorted_branches(rows)
     calls = tuple(
-        SmallProduct(part.start, part.stop, len(rows[part.start].request.rows))
-        for part in neighbours([row.request for row in rows])
+        SmallProduct(part.start, part.stop, rows[part.start].index, len(rows[part.start].request.rows))
+        for part in neighbours([(row.request, row.index - r) for r, row in enumerate(rows)])
     )
     make_layout = LAYOUTS[choose_layout(model.batch_layout, branches)]
     layout = make_layout(branches, calls, [model.rotary(rows[b.row], b.is_negative) for b in branches])
@@ -186,10 +186,10 @@ def _sorted_branches(rows: Sequence[Row]) -> tuple[Branch, ...]:
     for r, row in enumerate(rows):
         assert row.text is not None
         call, params = first_row.setdefault(row.request, r), row.request.params
-        num_pictures = len(row.request.rows)
-        branches.append(Branch(r, call, num_pictures, False, row.text, params.height, params.width))
+        of_call = call, row.index, len(row.request.rows)
+        branches.append(Branch(r, *of_call, False, row.text, params.height, params.width))
         if row.negative_text is not None:
-            branches.append(Branch(r, call, num_pictures, True, row.negative_text, params.height, params.width))
+            branches.append(Branch(r, *of_call, True, row.negative_text, params.height, params.width))
 
     def key(branch: Branch) -> tuple[int, ...]:
         return branch.num_image_tokens, branch.text.num_tokens, branch.call, branch.is_negative, branch.row

@@ -36,12 +36,13 @@ TOKEN_SIDE = 16
 class Branch:
     """One sequence of the forward: the conditional or the negative side of a row.
 
-    `call` is its pipeline call's first row, which has `num_pictures`, not all of which need be in the batch; `height`
-    and `width` are its image's, in pixels.
+    It is picture number `picture` of a pipeline call that has `num_pictures`, not all of which need be in the batch;
+    `call` is the first row of those that are. `height` and `width` are the image's, in pixels.
     """
 
     row: int
     call: int
+    picture: int
     num_pictures: int
     is_negative: bool
     text: TextEmbeds
@@ -188,10 +189,12 @@ def _stream(branches: Sequence[Branch], lengths: np.ndarray) -> TokenStream:
     owners = np.array([branch.row for branch in branches])
     ends = np.cumsum(lengths)
     products = []
-    keys = [(b.call, b.is_negative, n) for b, n in zip(branches, lengths.tolist(), strict=True)]
+    # Pictures of a call that follow each other there, too.
+    keys = [(b.call, b.is_negative, n, b.picture - i) for i, (b, n) in enumerate(zip(branches, lengths, strict=True))]
     for part in neighbours(keys):
-        num_alone = branches[part.start].num_pictures * int(lengths[part.start])
-        products.append(SmallProduct(int(ends[part.start] - lengths[part.start]), int(ends[part.stop - 1]), num_alone))
+        branch, length = branches[part.start], int(lengths[part.start])
+        start, stop = int(ends[part.start]) - length, int(ends[part.stop - 1])
+        products.append(SmallProduct(start, stop, branch.picture * length, branch.num_pictures * length))
     return TokenStream(
         _runs(lengths),
         index_tensor(owners),
@@ -202,19 +205,20 @@ def _stream(branches: Sequence[Branch], lengths: np.ndarray) -> TokenStream:
 
 def _unlike(products: Iterable[SmallProduct], num_lines: int) -> tuple[SmallProduct, ...]:
     """Those that one product of `num_lines` lines may not sum as the stock pipeline does."""
-    together = min(num_lines, SMALL_PRODUCT)
-    return tuple(
-        product
-        for product in products
-        if product.stop > product.start and min(product.num_lines, SMALL_PRODUCT) != together
-    )
+
+    def is_like(product: SmallProduct) -> bool:
+        if num_lines >= SMALL_PRODUCT:
+            return product.num_lines >= SMALL_PRODUCT
+        return (product.first, product.num_lines) == (product.start, num_lines)
+
+    return tuple(product for product in products if product.stop > product.start and not is_like(product))
 
 
 def _small_padded_texts(branches: Sequence[Branch], longest: int) -> tuple[SmallProduct, ...]:
     """The texts without their padding, row by row, since those of one call lie apart."""
     lengths = _text_lengths(branches).tolist()
     products = (
-        SmallProduct(i * longest, i * longest + length, branch.num_pictures * length)
+        SmallProduct(i * longest, i * longest + length, branch.picture * length, branch.num_pictures * length)
         for i, (branch, length) in enumerate(zip(branches, lengths, strict=True))
     )
     return _unlike(products, len(branches) * longest)

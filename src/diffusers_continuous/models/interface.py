@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from ..request import RequestState, Row
 
 
-# A float32 product of fewer rows than this may add up in another order than a larger one (on a CPU: 1 to 3 rows, and up
-# to 11 where threads share them). What the stock pipeline computes in one small product is computed in the same one
-# here, so that not even the last bit of a picture depends on its neighbours.
+# A float32 product of fewer rows than this may add up in another order than a larger one (on a CPU: 1 to 3 rows, and
+# where threads share them the last few of up to 11). What the stock pipeline computes in one small product is computed
+# in the same one here, and in the same place, so that not even the last bit of a picture depends on its neighbours.
 SMALL_PRODUCT = 12
 
 
@@ -45,13 +45,14 @@ class Run:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SmallProduct:
-    """Lines `start:stop` that the stock pipeline multiplies in a product of `num_lines` lines; see `SMALL_PRODUCT`.
+    """Lines `start:stop`, which in the stock pipeline's product of `num_lines` lines begin at line `first`.
 
-    These are more than `stop - start` where other pictures of the same call are not in this batch.
+    That has more than `stop - start` where other pictures of the same call are not in this batch. See `SMALL_PRODUCT`.
     """
 
     start: int
     stop: int
+    first: int
     num_lines: int
 
 

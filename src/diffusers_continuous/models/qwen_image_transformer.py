@@ -369,7 +369,9 @@ def _redo(weight: torch.Tensor, bias: torch.Tensor, x: torch.Tensor, out: torch.
     lines, num_lines = slice(product.start, product.stop), product.stop - product.start
     num_missing = min(product.num_lines, SMALL_PRODUCT) - num_lines
     if num_missing > 0:
-        out[lines] = torch.addmm(bias, F.pad(x[lines], (0, 0, 0, num_missing)), weight.t())[:num_lines]
+        before = product.first if product.num_lines < SMALL_PRODUCT else 0
+        there = F.pad(x[lines], (0, 0, before, num_missing - before))
+        out[lines] = torch.addmm(bias, there, weight.t())[before : before + num_lines]
     else:
         torch.addmm(bias, x[lines], weight.t(), out=out[lines])
 
