@@ -143,16 +143,12 @@ class Order:
 
 @dataclass(eq=False)
 class Drawing:
-    """One picture of an order: its number on the page, its stream, and the newest that came out of it.
-
-    `has_deadline` is false where the visitor named none and the engine could only guess one.
-    """
+    """One picture of an order: its number on the page, its stream, and the newest that came out of it."""
 
     number: int
     order: Order
     decoder: str
     stream: AsyncRequestStream
-    has_deadline: bool
     output: RequestOutput | None = None
     preview: Picture | None = None
     size: tuple[int, int] | None = None
@@ -342,8 +338,7 @@ class Space:
         drawings = []
         for decoder, stream in zip(order.decoders, streams, strict=True):
             self._num_drawings += 1
-            has_deadline = order.deadline_s is not None or self.engine.eta_s(stream.request_id) is not None
-            drawing = Drawing(self._num_drawings, order, decoder, stream, has_deadline)
+            drawing = Drawing(self._num_drawings, order, decoder, stream)
             drawings.append(drawing)
             is_guided = order.negative_prompt is not None
             self._lanes[stream.request_id] = Lane(stream.request_id, _label(drawing), is_guided, arrival_s, math.inf)
@@ -495,7 +490,7 @@ def _is_cancelled(output: RequestOutput) -> bool:
 
 def _ending(drawing: Drawing, output: RequestOutput) -> str:
     if drawing.size is not None:
-        lateness = ", after its deadline" if drawing.has_deadline and not output.metrics.is_on_time else ""
+        lateness = "" if output.metrics.is_on_time else ", after its deadline"
         return f"{drawing.size[0]}x{drawing.size[1]}, drawn in {output.metrics.latency_s:.1f} s{lateness}"
     if _is_cancelled(output):
         return f"cancelled after step {output.step} of {output.num_steps}"

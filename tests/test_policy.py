@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 
 import pytest
@@ -148,6 +149,32 @@ def test_guessed_deadlines_are_set_again_when_the_first_steps_have_been_timed():
     sched.schedule(0.0)
     assert default.deadline_s == pytest.approx(30.0, rel=0.1)
     assert own.deadline_s == 7.0
+
+
+def test_a_guessed_deadline_follows_until_all_stages_have_been_timed():
+    sched = StepScheduler(ContinuousBatchingConfig(scheduler_type="slo"))
+    state = request("a", steps=10)
+    sched.add_request(state)
+    for kind, ms, expected_s in (("denoise", 1000.0, 30.0), ("decode", 100_000.0, 330.0)):
+        for _ in range(3):
+            sched.cost_model.observe(kind, state.rows, ms)
+        sched.schedule(0.0)
+        assert state.deadline_s == pytest.approx(expected_s, rel=0.1)
+
+
+def test_what_ends_before_its_own_speed_is_known_was_not_late():
+    sched = StepScheduler(ContinuousBatchingConfig(scheduler_type="slo"))
+    unknown, own, known = request("a"), request("b", deadline_s=7.0), request("c", output_type="latent")
+    for state in (unknown, own, known):
+        sched.add_request(state)
+    sched.remove(unknown)
+    sched.remove(own)
+    for _ in range(3):
+        for kind in ("encode", "denoise"):
+            sched.cost_model.observe(kind, known.rows, 1000.0)
+    sched.remove(known)
+    assert (unknown.deadline_s, own.deadline_s) == (math.inf, 7.0)
+    assert known.deadline_s == pytest.approx(3 * (1 + known.rows[0].num_steps), rel=0.1)
 
 
 def test_what_is_late_ends_within_the_promised_bound_however_many_come():

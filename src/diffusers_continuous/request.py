@@ -243,6 +243,7 @@ def _most_tokens(prompt: str | None, max_sequence_length: int) -> int:
 class RequestMetrics:
     """Times of one request on the engine's clock, in seconds. `deadline_s` is when its pictures should be there.
 
+    It is infinite in the end where nobody named one, and how long such a request takes is not known yet.
     `num_prompt_tokens` are those of the prompt of the row that ran first; None until then.
     """
 

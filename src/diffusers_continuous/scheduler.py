@@ -92,7 +92,7 @@ class StepScheduler:
     _num_changes: int = 0
     _decision_ms: float = 0.0
     _costs_version: int = 0
-    _has_guessed: bool = False
+    _guessed: set[RequestState] = field(default_factory=set)  # whose deadlines are only guesses so far
     _next_late_s: float = math.inf
     _ageing_due_s: float | None = None
 
@@ -134,7 +134,8 @@ class StepScheduler:
         seconds = state.params.deadline_s
         if seconds is None:
             seconds = self.config.slo_scale * self.cost_model.standalone_ms(state) / 1e3
-            self._has_guessed |= not self.cost_model.is_informed
+            is_known = all(map(self.cost_model.knows, state.rows))
+            (self._guessed.discard if is_known else self._guessed.add)(state)
         state.metrics.deadline_s = state.metrics.arrival_s + seconds
 
     def _estimate(self, row: Row) -> None:
@@ -153,6 +154,11 @@ class StepScheduler:
             queue[:] = [row for row in queue if row.request is not state]
         for row in state.rows:
             self.memory.release(row)
+        if state in self._guessed:
+            self._set_deadline(state)
+        if state in self._guessed:
+            self._guessed.remove(state)
+            state.metrics.deadline_s = math.inf  # nobody can say that it was late
         self._chunk_left = 0
         self._num_changes += 1
 
@@ -525,10 +531,8 @@ class StepScheduler:
         leaders = (*self.waiting, *self.late, *self.running, *self.decoding)
         for row in (row for leader in leaders for row in leader.gang):
             row.remaining_ms = self.cost_model.remaining_ms(row)
-        if self._has_guessed and self.cost_model.is_informed:
-            self._has_guessed = False
-            for state in dict.fromkeys(row.request for row in leaders):
-                self._set_deadline(state)
+        for state in tuple(self._guessed):
+            self._set_deadline(state)
         self.waiting[:] = sorted((*self.waiting, *self.late), key=self._policy.key)
         self.late.clear()
         self._next_late_s = -math.inf
