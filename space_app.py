@@ -1,7 +1,8 @@
 """A page on which everybody shares one engine: pictures on their way, their place in the queue, the engine's timeline.
 
 `python space_app.py` serves it with the embedded model; the environment variables MODEL_ID and PID_ID name others (a
-folder or a hub repository). It is also the `app_file` of a Hugging Face Space; the README says how.
+folder or a hub repository), ENGINE_OPTIONS says what the engine does otherwise (as compile=true,slo_scale=2). It is also
+the `app_file` of a Hugging Face Space; the README says how.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from diffusers_continuous import ContinuousBatchingConfig, ContinuousBatchingErr
 from diffusers_continuous.cli.arguments import ArgumentParser, integer_reader, option_type, read_size
 from diffusers_continuous.cli.pictures import save_picture
 from diffusers_continuous.cli.timeline import Lane, draw_live_timeline
+from diffusers_continuous.config import read_config
 from diffusers_continuous.loading import EMBEDDED_MODEL, load_decoder, load_pipeline
 
 if TYPE_CHECKING:
@@ -168,14 +170,14 @@ class Space:
     Args:
         pipe: Draws for everybody; its engine is started here.
         folder: Where finished pictures go. The oldest are deleted.
+        config: The engine's.
     """
 
-    def __init__(self, pipe: ContinuousBatchingPipeline, folder: Path) -> None:
+    def __init__(self, pipe: ContinuousBatchingPipeline, folder: Path, config: ContinuousBatchingConfig) -> None:
         self.pipe = pipe
         self.folder = folder
         self.side = pipe.default_sample_size * pipe.vae_scale_factor
-        # A visitor has two rows waiting at most.
-        self.engine = pipe.init_continuous_batching(ContinuousBatchingConfig(max_queue_size=2 * MAX_VISITORS))
+        self.engine = pipe.init_continuous_batching(config)
         self.engine.start()
         self._warm_up()
         self._drawings: dict[str | None, list[Drawing]] = {}  # by session
@@ -639,6 +641,12 @@ def load(model: str | None, pid: str | None) -> ContinuousBatchingPipeline:
     return pipe
 
 
+def engine_config() -> ContinuousBatchingConfig:
+    """What ENGINE_OPTIONS asks for. A visitor has two rows waiting at most."""
+    words = filter(None, os.environ.get("ENGINE_OPTIONS", "").split(","))
+    return read_config("ENGINE_OPTIONS", words, {}, max_queue_size=2 * MAX_VISITORS)
+
+
 def main(argv: Sequence[str]) -> int:
     parser = ArgumentParser(prog="space_app.py", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
@@ -653,13 +661,14 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_all(argv)
     model, pid = os.environ.get("MODEL_ID") or None, os.environ.get("PID_ID") or None
     print(f"loading {model or EMBEDDED_MODEL}", file=sys.stderr)
-    try:
-        pipe = load(model, pid)
-    except (OSError, ValueError) as error:
-        print(f"error: MODEL_ID={model!r}, PID_ID={pid!r}: {error}", file=sys.stderr)
-        return 1
     with tempfile.TemporaryDirectory(prefix="space-") as folder:
-        serve(Space(pipe, Path(folder)), options.host, options.port)
+        try:
+            config = engine_config()
+            space = Space(load(model, pid), Path(folder), config)
+        except (OSError, ValueError) as error:
+            print(f"error: MODEL_ID={model!r}, PID_ID={pid!r}: {error}", file=sys.stderr)
+            return 1
+        serve(space, options.host, options.port)
     return 0
 
 

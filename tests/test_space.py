@@ -76,7 +76,7 @@ def space(browser: Any, space_app: Any, tmp_path_factory: pytest.TempPathFactory
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    space = space_app.Space(space_app.load(None, None), tmp_path_factory.mktemp("pictures"))
+    space = space_app.Space(space_app.load(None, None), tmp_path_factory.mktemp("pictures"), space_app.engine_config())
     with pytest.MonkeyPatch.context() as patch:
         # Gradio gives up when its page takes longer than 3 seconds, which it may beside other work.
         patch.setattr("gradio.networking.url_ok", lambda url: True)
@@ -243,7 +243,7 @@ def test_nonsense_is_answered_in_plain_words(visit, space, label, value, message
 
 
 def test_a_cold_start_tells_no_time_that_it_would_have_to_guess(space_app, tmp_path):
-    space = space_app.Space(space_app.load(None, None), tmp_path)
+    space = space_app.Space(space_app.load(None, None), tmp_path, space_app.engine_config())
     order = {"negative_prompt": "", "size": "64x64", "steps": 2, "cfg": 1, "seed": 1, "decoder": "VAE"}
 
     def draw(deadline_s: float | None) -> tuple[str, str]:
@@ -276,3 +276,13 @@ def test_a_model_that_is_not_there_is_named(space_app, monkeypatch, capsys):
     monkeypatch.setenv("MODEL_ID", "/nowhere/at-all")
     assert space_app.main([]) == 1
     assert "MODEL_ID='/nowhere/at-all'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "words"), [("slo_scal=2", "did you mean 'slo_scale'"), ("slo_scale=2,calibration=no.json", "'no.json'")]
+)
+def test_an_engine_that_cannot_be_made_is_told_in_one_line(space_app, monkeypatch, capsys, options, words):
+    monkeypatch.setenv("ENGINE_OPTIONS", options)
+    assert space_app.main([]) == 1
+    (message,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert words in message

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import os
 import sys
@@ -184,3 +185,41 @@ def resolve_config(
     for name in options:
         check_known("option", name, known)
     return ContinuousBatchingConfig(**options)
+
+
+def read_config(
+    option: str, words: Iterable[str], own: Mapping[str, tuple[str, Any]], **defaults: Any
+) -> ContinuousBatchingConfig:
+    """Hand back the config that the options of a command ask for.
+
+    Args:
+        option: What the option for all fields is called, for messages.
+        words: What it was given, NAME=VALUE each, with the value in JSON, else a text.
+        own: For fields with an option of their own, what that is called and its value, None where it was not given.
+        defaults: Of fields whose defaults are others here.
+
+    Raises:
+        ConfigError: for what is no NAME=VALUE, an unknown field, an impossible value, and two values of one field.
+    """
+    given = {name: (f"{its_option}={value}", value) for name, (its_option, value) in own.items() if value is not None}
+    try:
+        for word in words:
+            name, equals, text = word.partition("=")
+            if not equals:
+                raise ConfigError(f"{word!r} is not NAME=VALUE")
+            value = _read_value(text)
+            earlier_word, earlier = given.setdefault(name, (word, value))
+            if earlier != value:
+                raise ConfigError(f"{word} contradicts {earlier_word}")
+        return resolve_config(defaults | {name: value for name, (_, value) in given.items()})
+    except ConfigError as error:
+        raise ConfigError(f"{option}: {error}") from None
+
+
+def _read_value(text: str) -> Any:
+    if text in ("True", "False", "None"):  # as in the Python that our documents show
+        return {"True": True, "False": False, "None": None}[text]
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text

@@ -11,8 +11,10 @@ import difflib
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields
 from typing import Any, NoReturn, TypeVar
 
+from ..config import ContinuousBatchingConfig
 from ..sizes import diffusion_size as diffusion_size
 from ..sizes import read_size as read_size
 
@@ -40,6 +42,19 @@ class ArgumentParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Exit with code 2 and the message alone; argparse would print the usage before it."""
         self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def add_engine_option(parser: ArgumentParser) -> None:
+    """`--engine`, which takes any field of the engine's config: `options.engine` is for `config.read_config`."""
+    names = ", ".join(field.name for field in fields(ContinuousBatchingConfig))
+    parser.add_argument(
+        "--engine",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a field of ContinuousBatchingConfig, as in --engine compile=true --engine slo_scale=2; may be given "
+        f"several times; NAME is one of {names}",
+    )
 
 
 def suggest(word: str, known: Iterable[str]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import hashlib
 import json
 import sys
@@ -11,10 +10,12 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..config import ContinuousBatchingConfig, read_config
 from . import arguments
 from .arguments import ArgumentParser, diffusion_size, option_type
 from .pictures import INDEX_KEY, REQUEST_KEY, PictureFolder, save_picture
@@ -33,8 +34,9 @@ A line of a .txt file is a prompt. A line of a .jsonl file is an object with "pr
 Pictures are PNG files that carry their prompt, seed and settings, and their paths go to standard output."""
 
 EPILOG = """\
-exit code: 0 all drawn; 1 some request failed (the others are drawn); 2 a mistake in the call; 130 interrupted (what was
-finished is kept, --resume draws the rest)."""
+exit code: 0 all drawn; 1 some request failed (the others are drawn), or the model cannot be loaded, or no engine made
+for it as --engine says; 2 a mistake in the call; 130 interrupted (what was finished is kept, --resume draws the
+rest)."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -42,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     parser = _parser()
     options = parser.parse_all(argv)
     try:
-        rows = _rows(options)
+        rows, config = _rows(options), _engine_config(options)
     except (OSError, ValueError) as error:
         parser.error(str(error))
     try:
@@ -53,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
     done = len(rows) - len(jobs)
     if done:
         print(f"{done} of {len(rows)} requests are in {folder.path} already", file=sys.stderr)
-    return _draw_all(jobs, options) if jobs else 0
+    return _draw_all(jobs, options, config) if jobs else 0
 
 
 def _parser() -> ArgumentParser:
@@ -132,6 +134,7 @@ def _parser() -> ArgumentParser:
         metavar="N",
         help="most pictures in one forward (default: the engine's)",
     )
+    arguments.add_engine_option(parser)
     add("--resume", action="store_true", help="skip requests whose pictures are in the folder already")
     return parser
 
@@ -145,6 +148,12 @@ def _rows(options: argparse.Namespace) -> list[PromptRow]:
     if not rows:
         raise ValueError("nothing to draw: give a prompt or --prompts-file")
     return rows
+
+
+def _engine_config(options: argparse.Namespace) -> ContinuousBatchingConfig:
+    """All pictures soon, rather than most of them in time, unless the options say otherwise."""
+    own = {"max_requests_per_batch": ("--max-batch", options.max_batch)}
+    return read_config("--engine", options.engine, own, scheduler_type="fcfs")
 
 
 @dataclass(frozen=True)
@@ -199,10 +208,10 @@ def _model_name(model: str | None) -> str:
     return str(Path(model).resolve()) if Path(model).exists() else model
 
 
-def _draw_all(jobs: list[Job], options: argparse.Namespace) -> int:
+def _draw_all(jobs: list[Job], options: argparse.Namespace, config: ContinuousBatchingConfig) -> int:
     from tqdm import tqdm
 
-    from diffusers_continuous import ContinuousBatchingConfig, embedded_decoder_path
+    from diffusers_continuous import ContinuousBatchingError, embedded_decoder_path
 
     from ..loading import EMBEDDED_MODEL, load_pipeline
 
@@ -219,15 +228,17 @@ def _draw_all(jobs: list[Job], options: argparse.Namespace) -> int:
     if wants_pid and pipe.decoder is None:
         print(f"error: {options.model} has no PiDDecoder; name one with --decoder-model", file=sys.stderr)
         return 1
-    config = ContinuousBatchingConfig(scheduler_type="fcfs")  # all pictures soon, rather than most of them in time
-    if options.max_batch is not None:
-        config = dataclasses.replace(config, max_requests_per_batch=options.max_batch)
     total = sum((job.row.steps - job.row.early_stop) * job.row.num_images for job in jobs)
     interval = 0.1 if sys.stderr.isatty() else 5.0
-    with (
-        tqdm(total=total, unit="step", desc=f"{len(jobs)} requests", mininterval=interval, file=sys.stderr) as bar,
-        pipe.continuous_batching_context_manager(continuous_batching_config=config) as engine,
-    ):
+    with ExitStack() as stack:
+        try:
+            engine = stack.enter_context(pipe.continuous_batching_context_manager(config))
+        except ContinuousBatchingError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+        bar = stack.enter_context(
+            tqdm(total=total, unit="step", desc=f"{len(jobs)} requests", mininterval=interval, file=sys.stderr)
+        )
         run = GenerateRun(engine, bar, 1 if pipe.decoder is None else pipe.decoder.transformer.config.sr_scale)
         interrupted = run.draw(jobs, num_callers=2 * config.max_requests_per_batch)
     return run.report(jobs, interrupted)

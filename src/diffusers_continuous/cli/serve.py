@@ -9,7 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..config import ContinuousBatchingConfig
+from ..config import ContinuousBatchingConfig, read_config
+from ..errors import ContinuousBatchingError
 from ..loading import EMBEDDED_MODEL, load_pipeline
 from ..serving.media import MediaStore
 from ..serving.settings import (
@@ -30,8 +31,8 @@ Serves one pipeline to many clients at once: POST /v1/images/generations as Open
 EPILOG = f"""\
 The key may also stand in the environment variable {API_KEY_VARIABLE}, where other users of this machine do not see it.
 Ctrl-C, or a SIGTERM, lets accepted requests finish for --drain-s seconds; a second Ctrl-C ends at once.
-exit code: 1 the model cannot be loaded; 2 a mistake in the call, such as a port that is in use; 130 stopped by Ctrl-C.
-A SIGTERM ends it as usual."""
+exit code: 1 the model cannot be loaded, or no engine made for it as --engine says; 2 a mistake in the call, such as a
+port that is in use; 130 stopped by Ctrl-C. A SIGTERM ends it as usual."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -61,8 +62,12 @@ def main(argv: Sequence[str]) -> int:
             print(f"error: {error}", file=sys.stderr)
             return 1
         server = Server(create_app(lambda: pipe, settings))
-        server.run([listener])
-    return 0 if server.started else 1
+        try:
+            server.run([listener])
+        except ContinuousBatchingError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+    return 0
 
 
 def _why_not_there(host: str, port: int, error: OSError) -> str:
@@ -124,17 +129,16 @@ def _parser() -> ArgumentParser:
     add(
         "--max-queue",
         type=option_type(integer_reader("max-queue", 0)),
-        default=MAX_QUEUE_SIZE,
         metavar="N",
-        help="most pictures that may wait for a place; later ones get 429; 0 for no limit (default: %(default)s)",
+        help=f"most pictures that may wait for a place; later ones get 429; 0 for no limit (default: {MAX_QUEUE_SIZE})",
     )
     add(
         "--max-batch",
         type=option_type(arguments.read_max_batch),
-        default=ContinuousBatchingConfig.max_requests_per_batch,
         metavar="N",
-        help="most pictures in one forward (default: %(default)s)",
+        help=f"most pictures in one forward (default: {ContinuousBatchingConfig.max_requests_per_batch})",
     )
+    arguments.add_engine_option(parser)
     add(
         "--max-body-bytes",
         type=positive,
@@ -168,8 +172,14 @@ def _settings(options: argparse.Namespace) -> ServingSettings:
         )
     return ServingSettings(
         model_names=tuple(options.served_model_name or names_of(options.model)),
-        engine_config=ContinuousBatchingConfig(
-            max_queue_size=options.max_queue, max_requests_per_batch=options.max_batch
+        engine_config=read_config(
+            "--engine",
+            options.engine,
+            {
+                "max_queue_size": ("--max-queue", options.max_queue),
+                "max_requests_per_batch": ("--max-batch", options.max_batch),
+            },
+            max_queue_size=MAX_QUEUE_SIZE,
         ),
         max_size=options.max_size,
         max_steps=options.max_steps,

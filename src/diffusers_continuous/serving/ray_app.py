@@ -14,6 +14,7 @@ import math
 import os
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,7 +26,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouter
 from ray.serve.context import _get_global_client
 from starlette.types import Message, Scope
 
-from diffusers_continuous.config import ContinuousBatchingConfig, check_known
+from diffusers_continuous.config import ContinuousBatchingConfig, check_known, read_config
 from diffusers_continuous.errors import ConfigError
 from diffusers_continuous.loading import load_pipeline
 
@@ -216,8 +217,13 @@ class RayAppOptions(BaseModel):
     gpus_per_replica: float | None = Field(None, ge=0, description="1 by default where this machine has one.")
     cpus_per_replica: float = Field(1.0, ge=0)
     allow_unauthenticated: bool = Field(False, description="Let other machines in without a key.")
-    max_queue: int = Field(MAX_QUEUE_SIZE, ge=0, description="Pictures that may wait in each replica; 0 for no limit.")
-    max_batch: int = Field(ContinuousBatchingConfig.max_requests_per_batch, ge=1)
+    max_queue: int | None = Field(
+        None, ge=0, description=f"Pictures that may wait in each replica; 0 for no limit; {MAX_QUEUE_SIZE} by default."
+    )
+    max_batch: int | None = Field(
+        None, ge=1, description=f"{ContinuousBatchingConfig.max_requests_per_batch} by default."
+    )
+    engine: Texts = Field((), description="NAME=VALUE for fields of `ContinuousBatchingConfig`.")
     max_size: int = ServingSettings.max_size
     max_steps: int = ServingSettings.max_steps
     max_n: int = ServingSettings.max_n
@@ -251,11 +257,20 @@ def app(options: Mapping[str, Any]) -> serve.Application:
         ConfigError: for an unknown option or a wrong value.
     """
     chosen = RayAppOptions.read(options)
+    engine_config = read_config(
+        "engine",
+        chosen.engine,
+        {
+            "max_queue_size": ("max_queue", chosen.max_queue),
+            "max_requests_per_batch": ("max_batch", chosen.max_batch),
+        },
+        max_queue_size=MAX_QUEUE_SIZE,
+    )
+    if engine_config.calibration is not None:  # replicas may work in another folder than this one
+        engine_config = replace(engine_config, calibration=str(Path(engine_config.calibration).resolve()))
     settings = ServingSettings(
         model_names=chosen.served_model_name or names_of(chosen.model),
-        engine_config=ContinuousBatchingConfig(
-            max_queue_size=chosen.max_queue, max_requests_per_batch=chosen.max_batch
-        ),
+        engine_config=engine_config,
         max_size=chosen.max_size,
         max_steps=chosen.max_steps,
         max_n=chosen.max_n,

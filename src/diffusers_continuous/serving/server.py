@@ -19,16 +19,21 @@ BACKLOG = 2048
 class Server(uvicorn.Server):
     """uvicorn's server. Told to stop, it drains the application's requests before it closes its socket.
 
-    Meanwhile newcomers and health checks get 503. A second Ctrl-C ends at once.
+    Meanwhile newcomers and health checks get 503. A second Ctrl-C ends at once. What the application raises where it
+    starts, `run` raises; uvicorn would write down its traceback and exit.
     """
 
     def __init__(self, app: FastAPI) -> None:
-        config = uvicorn.Config(app, timeout_graceful_shutdown=SENDING_S, server_header=False, ws="none", lifespan="on")
+        config = uvicorn.Config(
+            app, timeout_graceful_shutdown=SENDING_S, server_header=False, ws="none", lifespan="off"
+        )
         super().__init__(config)
         self._app = app
+        self._lifespan = app.router.lifespan_context(app)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start as uvicorn does, and say where, which it leaves to whoever bound the sockets."""
+        """Start the application, then as uvicorn does, and say where, which it leaves to whoever bound the sockets."""
+        await self._lifespan.__aenter__()
         await super().startup(sockets)
         for listener in sockets or ():
             host, port = listener.getsockname()[:2]
@@ -36,11 +41,10 @@ class Server(uvicorn.Server):
             logger.info("running on http://%s:%d (Ctrl-C stops it)", where, port)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Drain, then stop as uvicorn does."""
+        """Drain, stop as uvicorn does, then end the application."""
         await self._app.state.board.drain(lambda: self.force_exit)
         await super().shutdown(sockets)
-        if self.force_exit:  # uvicorn would leave the application as it is, and its engine running
-            await self.lifespan.shutdown()
+        await self._lifespan.__aexit__(None, None, None)
 
 
 def listen(host: str, port: int) -> socket.socket:
