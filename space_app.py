@@ -1,8 +1,8 @@
 """A page on which everybody shares one engine: pictures on their way, their place in the queue, the engine's timeline.
 
 `python space_app.py` serves it with the embedded model; the environment variables MODEL_ID and PID_ID name others (a
-folder or a hub repository), ENGINE_OPTIONS says what the engine does otherwise (as compile=true,slo_scale=2). It is also
-the `app_file` of a Hugging Face Space; the README says how.
+folder or a hub repository), and ENGINE_OPTIONS sets its engine's config (`compile=true,slo_scale=2`). It is also the
+`app_file` of a Hugging Face Space; the README says how.
 """
 
 from __future__ import annotations

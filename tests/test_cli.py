@@ -65,6 +65,15 @@ def write_rows(path: Path, *rows: object) -> Path:
         (["generate", "x", "--seed", "-1"], ["'-1'", "0 to"]),
         (["generate", "x", "--num-images", "0"], ["'0'", "1 to 1000"]),
         (["generate", "x", "--max-batch", "0"], ["'0'", "at least 1"]),
+        (
+            ["generate", "x", "--engine", "slo_scal=2"],
+            ["--engine: ", "'slo_scal'", "did you mean 'slo_scale'?", "'compile'"],
+        ),
+        (["generate", "x", "--engine", "compile"], ["--engine: 'compile' is not NAME=VALUE"]),
+        (["generate", "x", "--max-batch", "2", "--engine", "max_requests_per_batch=3"], ["contradicts --max-batch=2"]),
+        (["serve", "--engine", "scheduler_type=fcsf"], ["--engine: scheduler_type='fcsf'", "did you mean 'fcfs'?"]),
+        (["serve", "--max-queue", "5", "--engine", "max_queue_size=0"], ["max_queue_size=0 contradicts --max-queue=5"]),
+        (["serve", "--max-queue", "256", "--engine", "max_queue_size=1"], ["contradicts --max-queue=256"]),
         (["generate", "x", "--decoder", "pidd"], ["'pidd'", "did you mean 'pid'?", "pid, vae"]),
         (["generate", "x", "--early-stop", "-1"], ["'-1'", "0 to 999"]),
         (["generate", "x", "--early-stop", "4", "--steps", "4"], ["early_stop 4", "none of 4 steps"]),
@@ -147,7 +156,33 @@ def test_a_decoder_that_is_not_there_is_named(command, capsys, tmp_path, monkeyp
     assert "no-decoder' cannot be loaded" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["generate", "x", "--size", "5x5"]])
+@pytest.mark.parametrize("command", [["serve", "--port", "0"], ["generate", STAR]])
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [
+        ("attention_backend=npu", "attention_backend='npu' cannot be used"),
+        ("calibration=no-file.json", "calibration='no-file.json' is no file of scripts/calibrate_cost_model.py"),
+        ("num_blocks=1000000000", "num_blocks=1000000000 of page_size=65536 bytes are more than"),
+    ],
+)
+def test_an_engine_that_cannot_be_made_is_told_in_one_line(command, option, expected, capfd, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main([*command, "--engine", option]) == 1
+    message = capfd.readouterr().err
+    assert f"error: {expected}" in message.splitlines()[-1]
+    assert "Traceback" not in message
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["generate", "--help"],
+        ["generate", "x", "--size", "5x5"],
+        ["generate", "x", "--engine", "compile=maybe"],
+        ["serve", "--engine", "compile=maybe"],
+    ],
+)
 def test_help_and_mistakes_answer_without_torch(arguments):
     code = f"""
 import sys

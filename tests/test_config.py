@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from diffusers_continuous import ConfigError, ContinuousBatchingConfig, resolve_config
+from diffusers_continuous.config import read_config
 
 
 @pytest.mark.parametrize(
@@ -30,6 +31,55 @@ from diffusers_continuous import ConfigError, ContinuousBatchingConfig, resolve_
 def test_a_wrong_option_names_itself_and_what_is_known(options, text):
     with pytest.raises(ConfigError, match=text):
         resolve_config(options)
+
+
+def test_words_set_any_field_and_their_values_are_json_else_text():
+    words = [
+        "compile=true",
+        "slo_scale=2",
+        "num_blocks=null",
+        "calibration=cost=1.json",
+        "scheduler_type=edf",
+        'attention_backend="sdpa"',
+        "max_phase_s=1e3",
+    ]
+    assert read_config("--engine", words, {}) == ContinuousBatchingConfig(
+        compile=True,
+        slo_scale=2,
+        num_blocks=None,
+        calibration="cost=1.json",
+        scheduler_type="edf",
+        attention_backend="sdpa",
+        max_phase_s=1000.0,
+    )
+    assert read_config("--engine", ['parallel={"tp": 2}', "compile=False"], {}).parallel == {"tp": 2}
+
+
+def test_words_go_before_defaults_and_may_say_again_what_another_option_says():
+    own = {"max_queue_size": ("--max-queue", None), "max_requests_per_batch": ("--max-batch", 3)}
+    words = ["max_queue_size=1", "max_requests_per_batch=3", "slo_scale=2", "slo_scale=2.0"]
+    config = read_config("--engine", words, own, max_queue_size=256, scheduler_type="fcfs")
+    assert config == ContinuousBatchingConfig(
+        max_queue_size=1, max_requests_per_batch=3, slo_scale=2, scheduler_type="fcfs"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["compile"], "--engine: 'compile' is not NAME=VALUE"),
+        (["=3"], "--engine: option='' is not known"),
+        (["slo_scal=2"], r"--engine: option='slo_scal' is not known; choose from .*did you mean 'slo_scale'"),
+        (["slo_scale=fast"], "--engine: slo_scale='fast' must be"),
+        (["slo_scale=NaN"], "slo_scale=nan must be"),
+        (["slo_scale=2", "slo_scale=3"], "--engine: slo_scale=3 contradicts slo_scale=2"),
+        (["max_queue_size=0"], "--engine: max_queue_size=0 contradicts --max-queue=5"),
+        (["slo_scale=" + "[" * 100_000], "slo_scale='"),
+    ],
+)
+def test_words_that_make_no_config_are_told_with_their_option(words, text):
+    with pytest.raises(ConfigError, match=text):
+        read_config("--engine", words, {"max_queue_size": ("--max-queue", 5)})
 
 
 def test_a_config_is_frozen_and_resolving_hands_back_a_new_one():

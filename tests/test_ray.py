@@ -521,6 +521,9 @@ def test_the_router_works_in_another_process_which_needs_no_torch():
         ({"max_n": "few", "drain_s": "-1"}, "max_n='few': .*integer"),
         ({"drain_s": "-1"}, r"drain_s=-1\.0 must be at least 0"),
         ({"allow_unauthenticated": "perhaps"}, "allow_unauthenticated='perhaps': .*boolean"),
+        ({"engine": "slo_scal=2"}, r"engine: option='slo_scal' is not known.*did you mean 'slo_scale'"),
+        ({"engine": "compile=maybe"}, "engine: compile='maybe' must be True or False"),
+        ({"engine": ["max_queue_size=0"], "max_queue": "5"}, "engine: max_queue_size=0 contradicts max_queue=5"),
         ({"metrics_prefix": "vllm-omni"}, "metrics_prefix='vllm-omni' is not known.*vllm_omni"),
     ],
 )
@@ -545,6 +548,7 @@ def test_serve_run_has_the_options_of_the_plain_server(monkeypatch, tmp_path):
             "cors_origin": ["https://a.example"],  # as in a config file
             "max_body_bytes": "1000",
             "max_queue": "3",
+            "engine": "compile=true,slo_scale=2,calibration=cost.json",
             "max_batch": "2",
             "max_size": "64",
             "max_steps": "5",
@@ -558,7 +562,13 @@ def test_serve_run_has_the_options_of_the_plain_server(monkeypatch, tmp_path):
     assert make_pipe.args == ("org/other", str(tmp_path / "pid"))  # replicas may work in another folder
     assert settings == ServingSettings(
         model_names=("a", "b"),
-        engine_config=ContinuousBatchingConfig(max_queue_size=3, max_requests_per_batch=2),
+        engine_config=ContinuousBatchingConfig(
+            max_queue_size=3,
+            max_requests_per_batch=2,
+            compile=True,
+            slo_scale=2,
+            calibration=str(tmp_path / "cost.json"),
+        ),
         max_size=64,
         max_steps=5,
         max_n=1,

@@ -208,9 +208,9 @@ def read_config(
             if not equals:
                 raise ConfigError(f"{word!r} is not NAME=VALUE")
             value = _read_value(text)
-            earlier_word, earlier = given.setdefault(name, (word, value))
-            if earlier != value:
-                raise ConfigError(f"{word} contradicts {earlier_word}")
+            if name in given and given[name][1] != value:
+                raise ConfigError(f"{word} contradicts {given[name][0]}")
+            given[name] = (word, value)
         return resolve_config(defaults | {name: value for name, (_, value) in given.items()})
     except ConfigError as error:
         raise ConfigError(f"{option}: {error}") from None

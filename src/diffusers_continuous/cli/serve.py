@@ -38,11 +38,6 @@ port that is in use; 130 stopped by Ctrl-C. A SIGTERM ends it as usual."""
 def main(argv: Sequence[str]) -> int:
     parser = _parser()
     options = parser.parse_all(argv)
-    try:
-        from diffusers_continuous.serving import create_app
-        from diffusers_continuous.serving.server import Server, listen
-    except ModuleNotFoundError as error:
-        parser.error(f"{error.name} is not installed: pip install 'diffusers-continuous[serving]'")
     options.api_key = options.api_key or os.environ.get(API_KEY_VARIABLE) or None
     try:
         settings = _settings(options)
@@ -50,6 +45,11 @@ def main(argv: Sequence[str]) -> int:
             MediaStore(settings.media_dir)  # which tells what is wrong with the folder
     except ValueError as error:
         parser.error(str(error))
+    try:
+        from diffusers_continuous.serving import create_app
+        from diffusers_continuous.serving.server import Server, listen
+    except ModuleNotFoundError as error:
+        parser.error(f"{error.name} is not installed: pip install 'diffusers-continuous[serving]'")
     try:
         listener = listen(options.host, options.port)
     except OSError as error:
