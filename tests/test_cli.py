@@ -269,6 +269,16 @@ def test_resume_draws_a_request_whose_settings_changed(tmp_path):
     assert [read_metadata(path)["seed"] for path in pictures(tmp_path)] == ["1", "2"]
 
 
+def test_the_engines_options_hold_and_pictures_say_where_steps_were_left_out(tmp_path):
+    call = (STAR, *FAST[:2], "--steps", 6, "--seed", 1, "--output", tmp_path, "--resume")
+    assert generate(*call) == 0
+    assert generate(*call, "--engine", "step_cache_threshold=0.9", "--engine", "max_batch_tokens=64") == 0
+    exact, cached = pictures(tmp_path)
+    assert "step_cache_threshold" not in json.loads(read_metadata(exact)["settings"])
+    assert json.loads(read_metadata(cached)["settings"])["step_cache_threshold"] == 0.9
+    assert not np.array_equal(pixels(exact), pixels(cached))
+
+
 def test_pid_draws_pictures_of_the_size_that_was_asked_for(tmp_path, capsys):
     rows = ({"prompt": CIRCLE}, {"prompt": "x", "size": "96x128"})
     file = write_rows(tmp_path / "rows.jsonl", *rows)

@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
         folder = PictureFolder(options.output)
     except OSError as error:
         parser.error(f"--output {error}")
-    jobs = plan(rows, folder, options, options.resume)
+    jobs = plan(rows, folder, _common_settings(options, config), options.resume)
     done = len(rows) - len(jobs)
     if done:
         print(f"{done} of {len(rows)} requests are in {folder.path} already", file=sys.stderr)
@@ -158,16 +158,16 @@ def _engine_config(options: argparse.Namespace) -> ContinuousBatchingConfig:
 
 @dataclass(frozen=True)
 class Job:
-    """A row, the key that its pictures carry, and where they go."""
+    """A row, the key that its pictures carry, where they go, and the settings that all rows have alike."""
 
     row: PromptRow
     key: str
     paths: list[Path]
-    model: str
+    common_settings: dict[str, Any]
 
     def metadata(self, index: int, seed: int | None, size: tuple[int, int]) -> dict[str, str]:
         """The texts of picture `index`; the size is the picture's, the seed is the one it was drawn with."""
-        settings = self.row.settings() | {"model": self.model, "size": "{}x{}".format(*size)}
+        settings = self.row.settings() | self.common_settings | {"size": "{}x{}".format(*size)}
         return {
             "prompt": self.row.prompt,
             "negative_prompt": self.row.guidance_prompt or "",
@@ -178,23 +178,29 @@ class Job:
         }
 
 
-def plan(rows: Iterable[PromptRow], folder: PictureFolder, options: argparse.Namespace, resume: bool) -> list[Job]:
-    """A job for each row still to be drawn; its names overwrite nothing but what it left unfinished itself."""
-    source = _model_name(options.model)
+def _common_settings(options: argparse.Namespace, config: ContinuousBatchingConfig) -> dict[str, Any]:
+    """What changes every row's pictures: the model, and the engine's step cache where it has one."""
+    model = _model_name(options.model)
     if options.decoder_model is not None:
-        source += f" with {_model_name(options.decoder_model)}"
+        model += f" with {_model_name(options.decoder_model)}"
+    cache = {"step_cache_threshold": config.step_cache_threshold} if config.step_cache_threshold else {}
+    return {"model": model} | cache
+
+
+def plan(rows: Iterable[PromptRow], folder: PictureFolder, common_settings: dict[str, Any], resume: bool) -> list[Job]:
+    """A job for each row still to be drawn; its names overwrite nothing but what it left unfinished itself."""
     found = folder.pictures_by_request() if resume else {}
     repeats: Counter[str] = Counter()
     jobs = []
     for row in rows:
-        settings = json.dumps(row.settings() | {"model": source}, sort_keys=True)
+        settings = json.dumps(row.settings() | common_settings, sort_keys=True)
         repeats[settings] += 1  # the same row twice is two requests
         key = hashlib.sha256(f"{settings} #{repeats[settings]}".encode()).hexdigest()[:16]
         pictures = found.get(key, {})
         if len(pictures) < row.num_images:
             stem = next((_stem(path, row.num_images) for path in pictures.values()), None)
             paths = folder.paths(stem or folder.next_stem(row.prompt), row.num_images)
-            jobs.append(Job(row, key, paths, source))
+            jobs.append(Job(row, key, paths, common_settings))
     return jobs
 
 
