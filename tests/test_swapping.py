@@ -220,6 +220,12 @@ def test_a_pool_larger_than_the_machine_is_refused_with_the_numbers(make_pipe, o
         make_pipe(**options)
 
 
+def test_a_pool_larger_than_what_is_free_is_refused_with_the_numbers(make_pipe, monkeypatch):
+    monkeypatch.setattr(budget, "memory_info", lambda device: (2**62, 2**62))
+    with pytest.raises(ConfigError, match=f"num_blocks={2**44} of page_size=65536 bytes are more than is free on cpu"):
+        make_pipe(num_blocks=2**44)
+
+
 @pytest.mark.parametrize("cpu_offload_space", [1e12, 1e308])
 def test_host_memory_beyond_the_machines_is_not_asked_for(make_pipe, cpu_offload_space):
     pipe = make_pipe()

@@ -21,7 +21,7 @@ from .batch import Composition, InputBatch
 from .config import ContinuousBatchingConfig
 from .cost_model import kind_of
 from .cpu_threads import release_helpers
-from .errors import EngineStoppedError, StepFailedError, UnsupportedModelError
+from .errors import ConfigError, EngineStoppedError, StepFailedError, UnsupportedModelError
 from .memory.block_pool import BlockPool, Move, PageLedger
 from .memory.budget import LEAST_BYTES, check_pool, host_bytes, is_out_of_memory, pool_bytes
 from .memory.host_swap import HostSwap
@@ -190,7 +190,13 @@ class DiffusionModelRunner:
             num_bytes = pool_bytes(self._device, config.max_memory_percent, self.warm_up, caches)
             num_blocks = num_bytes // config.page_size
         check_pool(self._device, config.page_size, num_blocks)
-        return self._swap_of(num_blocks)
+        try:
+            return self._swap_of(num_blocks)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            pages = f"num_blocks={num_blocks} of page_size={config.page_size} bytes"
+            raise ConfigError(f"{pages} are more than is free on {self._device}: {error}") from error
 
     def _make_swap_or_least(self) -> HostSwap:
         """A pool in any case: requests wait for it, and each of them will say what is wrong."""
