@@ -19,11 +19,11 @@ from PIL import Image
 from torch.utils.flop_counter import FlopCounterMode
 
 from diffusers_continuous.pid import PiDDecoder, PiDScheduler, PiDTransformer2DModel
-from pid_memory import PeakBytes
 from test_pid import PEAK_CONFIG, tiny_gemma, tiny_tokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 bench = importlib.import_module("bench_pid")
+PeakBytes = importlib.import_module("benchmarking").PeakBytes
 costs = importlib.import_module("pid_costs")
 
 MAIN = {"num_layers": 2, "attention_head_dim": 32, "num_attention_heads": 4, "joint_attention_dim": 48}

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib
 import json
 import logging
 import math
+import sys
 import warnings
 from pathlib import Path
 from typing import Any, ClassVar
@@ -34,7 +36,9 @@ from diffusers_continuous.pid.checkpoints import CHECKPOINTS, find_checkpoint
 from diffusers_continuous.pid.modeling import PatchCutter, PiDTransformer2DModel
 from diffusers_continuous.pid.pipeline import PiDDecoder
 from diffusers_continuous.pid.scheduling import PiDScheduler
-from pid_memory import PeakBytes
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
+PeakBytes = importlib.import_module("benchmarking").PeakBytes
 
 DATA = Path(__file__).parent / "data" / "pid"
 MANIFEST = json.loads((DATA / "manifest.json").read_text())
