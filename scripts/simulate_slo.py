@@ -117,6 +117,11 @@ def make_state(number: int, arrival: Arrival, deadline_s: float | None = None) -
     return state
 
 
+def read_trace(path: str) -> list[dict[str, Any]]:
+    """The requests of a trace file, in its own order."""
+    return [json.loads(line) for line in Path(path).read_text().splitlines() if line.strip()]
+
+
 def arrivals_of(args: argparse.Namespace, model: StepCostModel, load: float, seed: int) -> list[Arrival]:
     """The workload: random, or from a trace whose times are stretched to the load."""
     rng = random.Random(f"{seed} {load}")
@@ -124,8 +129,7 @@ def arrivals_of(args: argparse.Namespace, model: StepCostModel, load: float, see
         sizes = draw_kinds(MIXES[args.mix], args.requests, rng)
         times = arrival_times(args.arrivals, args.requests, rng)
     else:
-        lines = [json.loads(line) for line in Path(args.arrivals).read_text().splitlines() if line.strip()]
-        lines.sort(key=lambda line: line["arrival_s"])
+        lines = sorted(read_trace(args.arrivals), key=lambda line: line["arrival_s"])
         sizes, times = [(line["side"], line["steps"]) for line in lines], [line["arrival_s"] for line in lines]
     work_s = sum(model.standalone_ms(make_state(0, Arrival(0.0, *size))) for size in sizes) / 1e3
     span_s = times[-1] - times[0]
@@ -406,15 +410,16 @@ def plot(means: Sequence[dict[str, Any]], path: str, title: str) -> None:
 def main() -> int:
     args = _parse_arguments()
     _, source, r2 = device_curves(args.device)
-    print(f"mix {args.mix}, device {args.device} ({source}), R2 {r2:.3f}")
-    print(f"{args.arrivals} arrivals, {args.requests} requests, {args.seeds} seeds, deadline {args.slo_scale:g}x alone")
+    workload = f"trace {args.arrivals}" if args.mix is None else f"mix {args.mix}, {args.arrivals} arrivals"
+    print(f"device {args.device} ({source}), R2 {r2:.3f}")
+    print(f"{workload}, {args.requests} requests, {args.seeds} seeds, deadline {args.slo_scale:g}x alone")
     jobs = jobs_of(args)
     with ProcessPoolExecutor(args.jobs) as pool:
         results = list(pool.map(run, itertools.repeat(args, len(jobs)), jobs))
     means = averaged(results)
     print_table(means)
     if args.plot:
-        plot(means, args.plot, f"{args.mix} on {args.device}")
+        plot(means, args.plot, f"{workload}, on {args.device}")
     settings = {k: v for k, v in vars(args).items() if k not in ("plot", "jobs")}
     print(json.dumps({"settings": settings, "source": source, "r2": r2, "results": means}))
     return 0
@@ -422,10 +427,10 @@ def main() -> int:
 
 def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mix", choices=sorted(MIXES), default="rfc")
+    parser.add_argument("--mix", choices=sorted(MIXES), default="rfc", help="sizes and steps, where no trace says them")
     parser.add_argument("--device", default="a3", help="a published device, 'small' or a calibration file")
     parser.add_argument("--arrivals", default="poisson", help="poisson, bursty, or a trace file")
-    parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--requests", type=int, default=10_000, help="how many, where no trace says it (%(default)s)")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--loads", type=float, nargs="+", default=[0.3, 0.5, 0.8, 1.0, 1.3, 2.0])
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
@@ -443,8 +448,10 @@ def _parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.arrivals not in ARRIVALS and not Path(args.arrivals).is_file():
         parser.error(f"--arrivals {args.arrivals!r} is neither poisson nor bursty nor a file")
-    if args.arrivals not in ARRIVALS and not Path(args.arrivals).read_text().strip():
-        parser.error(f"--arrivals {args.arrivals!r}: there is no request in it")
+    if args.arrivals not in ARRIVALS:
+        args.mix, args.requests = None, len(read_trace(args.arrivals))
+        if not args.requests:
+            parser.error(f"--arrivals {args.arrivals!r}: there is no request in it")
     return args
 
 

@@ -85,7 +85,10 @@ def test_one_row_of_fcfs_is_what_the_request_level_queue_does(simulator):
 def test_a_trace_is_read_and_stretched_to_the_load(simulator, tmp_path):
     trace = tmp_path / "trace.jsonl"
     trace.write_text("\n".join(json.dumps({"arrival_s": t, "side": 512, "steps": 10}) for t in range(50)))
-    _, result = run_script("--arrivals", str(trace), "--loads", "0.5", "2", "--policies", "slo", "--device", "h200")
+    options = ("--loads", "0.5", "2", "--policies", "slo", "--device", "h200")
+    stdout, result = run_script("--arrivals", str(trace), *options)
+    assert f"trace {trace}, 50 requests, " in stdout
+    assert (result["settings"]["mix"], result["settings"]["requests"]) == (None, 50)
     attainment = [mean["attainment"] for mean in result["results"]]
     assert attainment[0] == 1.0 > attainment[1]
 
