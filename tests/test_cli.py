@@ -58,6 +58,7 @@ def write_rows(path: Path, *rows: object) -> Path:
         (["generate", "x", "--size", "0x64"], ["0x64", "16 to 8192"]),
         (["generate", "x", "--size=-64x64"], ["-64x64", "16 to 8192"]),
         (["generate", "x", "--size", "100000x10000"], ["100000x10000", "16 to 8192"]),
+        (["generate", "x", "--size", "9" * 5000 + "x64"], ["size '999", "...", "WIDTHxHEIGHT"]),
         (["generate", "x", "--steps", "0"], ["'0'", "1 to 1000"]),
         (["generate", "x", "--steps", "two"], ["'two'", "1 to 1000"]),
         (["generate", "x", "--cfg", "nan"], ["'nan'"]),

@@ -27,6 +27,7 @@ from diffusers_continuous import (
     UnsupportedModelError,
     embedded,
 )
+from diffusers_continuous.arguments import check_arguments
 from test_equality import run_together
 
 SMALL = {"height": 64, "width": 64, "num_inference_steps": 3, "true_cfg_scale": 1.0}
@@ -109,8 +110,10 @@ def test_a_bar_per_call_advances_with_the_steps(make_pipe, capsys):
         ({"prompt": "a", "prompt_embeds": torch.zeros(1, 4, 128)}, "and not both"),
         ({"prompt": "a", "sigmas": [1.0, "x"]}, "does not accept these sigmas"),
         ({"prompt": "a", "sigmas": [1.0, float("nan"), 0.2]}, "`sigmas` has non-finite values"),
+        ({"prompt": "a", "sigmas": [1.0, 10**400, 0.2]}, "`sigmas` has non-finite values"),
         ({"prompt": "a", "attention_kwargs": {"scales": 1.0}}, "only {'scale': number} is known"),
         ({"prompt": "a", "callback_on_step_end_tensor_inputs": ["noise"]}, r"but found \['noise'\]"),
+        ({"prompt": "a", "callback_on_step_end_tensor_inputs": 3}, "inputs=3 must be a list of names"),
         ({"prompt": "a", "callback_on_step_end": 3}, "not callable"),
         ({"prompt": "a", "request_id": ""}, "request_id=''"),
         ({"prompt": "a", "priority": "high"}, "priority='high'"),
@@ -120,6 +123,26 @@ def test_a_bad_argument_names_its_value_and_the_limit(pipe, arguments, text):
     with pytest.raises(RequestError, match=text):
         pipe(**{"height": 64, "width": 64, "num_inference_steps": 3, **arguments})
     assert not pipe._engine.scheduler.has_requests()
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_number_that_python_does_not_print_is_refused_like_any_other(pipe, sign):
+    number = sign * 10**5000
+    everywhere = {"height", "width", "num_inference_steps", "num_images_per_prompt", "max_sequence_length", "seed"}
+    everywhere |= {"prompt", "negative_prompt", "true_cfg_scale", "deadline_s", "sigmas", "generator", "latents"}
+    everywhere |= {"output_type", "request_id", "attention_kwargs", "callback_on_step_end", "early_stop_steps"}
+    for name in sorted(everywhere):
+        with pytest.raises(RequestError, match=f"{name}.*<int, too long to print>"):
+            check_arguments(pipe, **{"prompt": "a", "negative_prompt": "b", name: number})
+    with pytest.raises(RequestError, match=r"found <list, too long to print>"):
+        check_arguments(pipe, "a", callback_on_step_end_tensor_inputs=[number])
+    with pytest.raises(RequestError, match=r"only {'scale': number} is known"):
+        check_arguments(pipe, "a", attention_kwargs={"scale": 1.0, number: 1})
+    engine = pipe.init_continuous_batching()
+    with pytest.raises(RequestError, match="request_id=<int, too long to print> is not known"):
+        engine.get_result(number)
+    with pytest.raises(RequestError, match="request_id=<int, too long to print> names two inputs"):
+        pipe.generate_batch([{"prompt": "x", "request_id": number}, {"prompt": "y", "request_id": number}])
 
 
 def test_guidance_without_a_negative_prompt_warns_and_runs_unguided(pipe, stock, caplog):

@@ -9,7 +9,7 @@ import inspect
 import math
 import numbers
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from diffusers.utils import logging
 
 from .config import check_known
-from .errors import FLOAT16_ADVICE, RequestError, UnsupportedModelError
+from .errors import FLOAT16_ADVICE, RequestError, UnsupportedModelError, shorten
 from .request import SamplingParams
 
 logger = logging.get_logger(__name__)
@@ -114,9 +114,9 @@ def check_arguments(
     seed = None if seed is None else _whole("seed", seed, 0, MAX_SEED)
     callback_on_step_end_tensor_inputs = callback_on_step_end_tensor_inputs or ()
     if output_type not in OUTPUT_TYPES:
-        raise RequestError(f"output_type={output_type!r} is not known; choose from {list(OUTPUT_TYPES)}")
+        raise RequestError(f"output_type={shorten(output_type)} is not known; choose from {list(OUTPUT_TYPES)}")
     if request_id is not None and (not isinstance(request_id, str) or not request_id):
-        raise RequestError(f"request_id={request_id!r} must be a non-empty string")
+        raise RequestError(f"request_id={shorten(request_id)} must be a non-empty string")
     height, width = _sizes(pipe, height, width)
     _check_prompts(pipe, prompt, prompt_embeds, prompt_embeds_mask)
     count = len(prompt) if isinstance(prompt, list) else 1 if prompt is not None else len(prompt_embeds)  # type: ignore[arg-type]
@@ -136,7 +136,8 @@ def check_arguments(
     _check_callback(pipe, callback_on_step_end, callback_on_step_end_tensor_inputs)
     if guidance_scale is not None:
         logger.warning(
-            f"guidance_scale is passed as {guidance_scale}, but ignored since the model is not guidance-distilled."
+            f"guidance_scale is passed as {shorten(guidance_scale)}, but ignored since the model is not "
+            "guidance-distilled."
         )
     return CallArguments(
         params=SamplingParams(
@@ -204,18 +205,22 @@ def _whole(name: str, value: Any, least: int | None = None, most: int | None = N
     if number is not None and is_whole and (least is None or number >= least) and (most is None or number <= most):
         return number
     span = "" if least is None else f" of at least {least}" if most is None else f" from {least} to {most}"
-    raise RequestError(f"{name}={_shorten(value)} must be a whole number{span}")
+    raise RequestError(f"{name}={shorten(value)} must be a whole number{span}")
 
 
 def _finite(name: str, value: Any) -> float:
     """The value as a Python float."""
-    try:
-        number = math.nan if isinstance(value, bool) or not isinstance(value, numbers.Real) else float(value)
-    except OverflowError:  # a whole number that no float can hold
-        number = math.inf
+    number = math.nan if isinstance(value, bool) or not isinstance(value, numbers.Real) else _as_float(value)
     if not math.isfinite(number):
-        raise RequestError(f"{name}={_shorten(value)} must be a finite number")
+        raise RequestError(f"{name}={shorten(value)} must be a finite number")
     return number
+
+
+def _as_float(value: numbers.Real) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # a whole number that no float can hold
+        return math.inf
 
 
 def _check_sigmas(sigmas: Any) -> Any:
@@ -224,8 +229,8 @@ def _check_sigmas(sigmas: Any) -> Any:
         return None
     sigmas = sigmas.tolist() if isinstance(sigmas, torch.Tensor) else sigmas
     if not hasattr(sigmas, "__len__") or not 0 < len(sigmas) <= MAX_STEPS:
-        raise RequestError(f"sigmas={_shorten(sigmas)} must be a sequence of 1 to {MAX_STEPS} numbers")
-    if any(isinstance(sigma, numbers.Real) and not math.isfinite(sigma) for sigma in sigmas):
+        raise RequestError(f"sigmas={shorten(sigmas)} must be a sequence of 1 to {MAX_STEPS} numbers")
+    if any(isinstance(sigma, numbers.Real) and not math.isfinite(_as_float(sigma)) for sigma in sigmas):
         raise RequestError("`sigmas` has non-finite values")
     return sigmas
 
@@ -238,9 +243,10 @@ def _sizes(pipe: Any, height: Any, width: Any) -> tuple[int, int]:
     height, width = _whole("height", height), _whole("width", width)
     for name, value in (("height", height), ("width", width)):
         if value < unit:
-            raise RequestError(f"{name}={value} must be at least {unit} pixels")
+            raise RequestError(f"{name}={shorten(value)} must be at least {unit} pixels")
     if height * width > MAX_PIXELS:
-        raise RequestError(f"height={height}, width={width}: at most {MAX_PIXELS} pixels (4096x4096) in all")
+        given = f"height={shorten(height)}, width={shorten(width)}"
+        raise RequestError(f"{given}: at most {MAX_PIXELS} pixels (4096x4096) in all")
     if height % unit or width % unit:
         logger.warning(
             f"`height` and `width` have to be divisible by {unit} but are {height} and {width}. "
@@ -381,23 +387,25 @@ def _early_stop(decoder: str, num_steps: int, steps: Any, at: Any) -> int:
 
 def _check_callback(pipe: Any, callback: Any, names: Any) -> None:
     if callback is not None and not callable(callback):
-        raise RequestError(f"callback_on_step_end={callback!r} is not callable")
+        raise RequestError(f"callback_on_step_end={shorten(callback)} is not callable")
+    if not isinstance(names, Collection):
+        raise RequestError(f"callback_on_step_end_tensor_inputs={shorten(names)} must be a list of names")
     known = pipe._callback_tensor_inputs
     unknown = [name for name in names if name not in known]
     if unknown:
-        raise RequestError(f"`callback_on_step_end_tensor_inputs` has to be in {known}, but found {unknown}")
+        raise RequestError(f"`callback_on_step_end_tensor_inputs` has to be in {known}, but found {shorten(unknown)}")
 
 
 def _lora_scale(attention_kwargs: Any) -> float:
     if not attention_kwargs:
         return 1.0
     if not isinstance(attention_kwargs, dict) or set(attention_kwargs) != {"scale"}:
-        raise RequestError(f"attention_kwargs={attention_kwargs!r}: only {{'scale': number}} is known, a LoRA scale")
+        given = f"attention_kwargs={shorten(attention_kwargs)}"
+        raise RequestError(f"{given}: only {{'scale': number}} is known, a LoRA scale")
     return _finite("attention_kwargs['scale']", attention_kwargs["scale"])
 
 
 def _shorten(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor of {tuple(value.shape)}"
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return shorten(value)

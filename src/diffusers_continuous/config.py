@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from .errors import ConfigError, ContinuousBatchingError
+from .errors import ConfigError, ContinuousBatchingError, shorten
 
 SCHEDULER_TYPES = ("edf", "fcfs", "least_slack", "slo")
 ON_HOPELESS = ("fail", "run_last")
@@ -107,38 +107,47 @@ class ContinuousBatchingConfig:
             value = getattr(self, name)
             if name == "num_blocks" and value is None:
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ConfigError(f"{name}={value!r} must be a whole number of at least {least}")
+            if not _is_whole(value, least):
+                raise _must_be(name, value, f"a whole number of at least {least}, below 2**63")
         if not isinstance(self.compile, bool):
-            raise ConfigError(f"compile={self.compile!r} must be True or False")
+            raise _must_be("compile", self.compile, "True or False")
         if self.page_size % 16:
-            raise ConfigError(f"page_size={self.page_size!r} must be a multiple of 16")
+            raise _must_be("page_size", self.page_size, "a multiple of 16")
         if not _is_number(self.max_memory_percent) or not 0 < self.max_memory_percent <= 1:
-            raise ConfigError(f"max_memory_percent={self.max_memory_percent!r} must be a number above 0, at most 1")
+            raise _must_be("max_memory_percent", self.max_memory_percent, "a number above 0, at most 1")
         if not _is_number(self.cpu_offload_space) or not 0 <= self.cpu_offload_space < math.inf:
-            raise ConfigError(f"cpu_offload_space={self.cpu_offload_space!r} must be a finite number of GiB, 0 or more")
+            raise _must_be("cpu_offload_space", self.cpu_offload_space, "a finite number of GiB, 0 or more")
         if not _is_number(self.max_phase_s) or not self.max_phase_s > 0:
-            raise ConfigError(f"max_phase_s={self.max_phase_s!r} must be a number of seconds above 0")
+            raise _must_be("max_phase_s", self.max_phase_s, "a number of seconds above 0")
         if not _is_number(self.step_cache_threshold) or not 0 <= self.step_cache_threshold < 1:
-            raise ConfigError(f"step_cache_threshold={self.step_cache_threshold!r} must be a number from 0 to below 1")
+            raise _must_be("step_cache_threshold", self.step_cache_threshold, "a number from 0 to below 1")
         if not _is_number(self.slo_scale) or not 0 < self.slo_scale < math.inf:
-            raise ConfigError(f"slo_scale={self.slo_scale!r} must be a finite number above 0")
+            raise _must_be("slo_scale", self.slo_scale, "a finite number above 0")
         steps = self.steps_per_chunk
-        if steps != "auto" and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 1):
-            raise ConfigError(f"steps_per_chunk={steps!r} must be a whole number of at least 1, or 'auto'")
+        if steps != "auto" and not _is_whole(steps, 1):
+            raise _must_be("steps_per_chunk", steps, "a whole number of at least 1, below 2**63, or 'auto'")
         if self.calibration is not None and not isinstance(self.calibration, str | os.PathLike):
-            raise ConfigError(f"calibration={self.calibration!r} must be a path")
+            raise _must_be("calibration", self.calibration, "a path")
         check_known("scheduler_type", self.scheduler_type, SCHEDULER_TYPES)
         check_known("on_hopeless", self.on_hopeless, ON_HOPELESS)
         check_known("batch_layout", self.batch_layout, BATCH_LAYOUTS)
         if not isinstance(self.attention_backend, str):
-            raise ConfigError(f"attention_backend={self.attention_backend!r} must be a name")
+            raise _must_be("attention_backend", self.attention_backend, "a name")
         if self.parallel is not None:
             _check_parallel(self.parallel)
             if self.step_cache_threshold:
                 raise ConfigError("step_cache_threshold decides in each process for itself; set it to 0 with parallel")
             if self.compile:
                 raise ConfigError("compile=True cannot be used with parallel: compiled blocks need whole weights")
+
+
+def _must_be(name: str, value: object, what: str) -> ConfigError:
+    return ConfigError(f"{name}={shorten(value)} must be {what}")
+
+
+def _is_whole(value: object, least: int) -> bool:
+    """True for a whole number of at least `least` and of 64 bits; True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**63
 
 
 def _is_number(value: object) -> bool:
@@ -148,11 +157,11 @@ def _is_number(value: object) -> bool:
 
 def _check_parallel(parallel: object) -> None:
     if not isinstance(parallel, Mapping) or len(parallel) != 1:
-        raise ConfigError(f'parallel={parallel!r} must be {{"tp": n}} or {{"cp": n}}')
+        raise _must_be("parallel", parallel, '{"tp": n} or {"cp": n}')
     for name, num_ranks in parallel.items():
         check_known("parallel", name, PARALLELISMS)
-        if not isinstance(num_ranks, int) or isinstance(num_ranks, bool) or num_ranks < 2:
-            raise ConfigError(f"parallel={parallel!r} must be over a whole number of processes, at least 2")
+        if not _is_whole(num_ranks, 2):
+            raise _must_be("parallel", parallel, "over a whole number of processes, at least 2, below 2**63")
 
 
 def check_known(
@@ -162,9 +171,9 @@ def check_known(
     known = sorted(known)
     if value in known:
         return
-    near = difflib.get_close_matches(str(value), known, n=1)
+    near = difflib.get_close_matches(value, known, n=1) if isinstance(value, str) else []
     hint = f" (did you mean {near[0]!r}?)" if near else ""
-    raise error(f"{what}={value!r} is not known; choose from {known}{hint}")
+    raise error(f"{what}={shorten(value)} is not known; choose from {known}{hint}")
 
 
 def resolve_config(

@@ -19,7 +19,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from .errors import EngineStoppedError, RequestCancelledError, RequestError, StepFailedError
+from .errors import EngineStoppedError, RequestCancelledError, RequestError, StepFailedError, shorten
 from .futures import RequestFuture
 from .metrics import EngineStats, StatsObserver, StatsRecorder
 from .request import CallbackCall, RequestOutput, RequestState, RequestStatus, SchedulerOutput
@@ -334,7 +334,7 @@ class DiffusionEngine:
     def _future_of(self, request_id: str) -> RequestFuture:
         future = self._unfetched.get(request_id)
         if future is None:
-            raise RequestError(f"request_id={request_id!r} is not known, or its result was taken already")
+            raise RequestError(f"request_id={shorten(request_id)} is not known, or its result was taken already")
         return future
 
     def position(self, request_id: str) -> int | None:

@@ -1,4 +1,4 @@
-"""Every exception that this package raises on purpose. Knows nothing else.
+"""Every exception that this package raises on purpose, and how their texts show a value. Knows nothing else.
 
 ContinuousBatchingError
 ├── RequestError             this request is wrong (also a ValueError); names the value and the limit
@@ -12,6 +12,8 @@ ContinuousBatchingError
 """
 
 from __future__ import annotations
+
+MAX_SHOWN_CHARS = 60
 
 FLOAT16_ADVICE = "float16 overflows in Qwen-Image and gives black pictures; load with dtype=torch.bfloat16"
 
@@ -54,3 +56,12 @@ class ConfigError(ContinuousBatchingError, ValueError):
 
 class UnsupportedModelError(ContinuousBatchingError, ValueError):
     """The model, or something attached to it, cannot keep rows apart. The text says what to use instead."""
+
+
+def shorten(value: object) -> str:
+    """`repr(value)` for the text of an error: at most 60 characters of it, and never an error itself."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no whole number of more than 4,300 digits
+        text = f"<{type(value).__name__}, too long to print>"
+    return text if len(text) <= MAX_SHOWN_CHARS else f"{text[: MAX_SHOWN_CHARS - 3]}..."

@@ -37,7 +37,7 @@ from .config import ContinuousBatchingConfig, check_known, resolve_config
 from .cost_model import StepCostModel
 from .devices import load_device
 from .engine import DiffusionEngine
-from .errors import EngineStoppedError, RequestError, UnsupportedModelError
+from .errors import EngineStoppedError, RequestError, UnsupportedModelError, shorten
 from .futures import RequestFuture
 from .metrics import StatsRecorder
 from .models.parallel import follow
@@ -664,9 +664,9 @@ def _check_inputs(inputs: Sequence[dict[str, Any]]) -> None:
         if not isinstance(arguments, dict):
             raise RequestError(f"each input is a dict of call arguments, not {type(arguments).__name__}")
     names = [arguments["request_id"] for arguments in inputs if arguments.get("request_id") is not None]
-    twins = sorted({str(name) for name in names if names.count(name) > 1})
+    twins = sorted({shorten(name) for name in names if names.count(name) > 1})
     if twins:
-        raise RequestError(f"request_id={twins[0]!r} names two inputs; outputs are found by it")
+        raise RequestError(f"request_id={twins[0]} names two inputs; outputs are found by it")
 
 
 def _new_request_id() -> str:

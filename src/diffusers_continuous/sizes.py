@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import re
 
+from .errors import shorten
+
 SIZE_MULTIPLE = 16  # a token is 2x2 latent pixels of 8x8 picture pixels
 MAX_SIDE = 8192
 
@@ -12,12 +14,12 @@ MAX_SIDE = 8192
 def read_size(value: object, max_side: int = MAX_SIDE) -> tuple[int, int]:
     """(width, height) from "WxH" or [W, H]; both are multiples of 16 and at most `max_side`."""
     if isinstance(value, str):
-        match = re.fullmatch(r"\s*(-?\d+)\s*[xX×]\s*(-?\d+)\s*", value)  # noqa: RUF001
+        match = re.fullmatch(r"\s*(-?\d{1,20})\s*[xX×]\s*(-?\d{1,20})\s*", value)  # noqa: RUF001
         sides = [int(side) for side in match.groups()] if match else []
     else:
         sides = value if isinstance(value, list) and all(type(side) is int for side in value) else []
     if len(sides) != 2:
-        raise ValueError(f"size {value!r} is not WIDTHxHEIGHT, for example 1328x1328 or 128x192")
+        raise ValueError(f"size {shorten(value)} is not WIDTHxHEIGHT, for example 1328x1328 or 128x192")
     width, height = sides
     if min(sides) < SIZE_MULTIPLE or max(sides) > max_side:
         raise ValueError(f"size {width}x{height} is out of range: each side is {SIZE_MULTIPLE} to {max_side} pixels")

@@ -20,6 +20,7 @@ from diffusers_continuous.errors import (
     QueueFullError,
     RequestCancelledError,
     RequestError,
+    shorten,
 )
 
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
@@ -103,7 +104,7 @@ def invalid_request(problems: Iterable[Mapping[str, Any]], fields: Iterable[str]
             lines.append(f"the body is no valid JSON: {problem.get('ctx', {}).get('error', problem['msg'])}")
             param = None
         else:
-            value = "" if param is None else f"={_shorten(problem.get('input'))}"
+            value = "" if param is None else f"={shorten(problem.get('input'))}"
             lines.append(f"{param or 'the body'}{value}: {problem['msg']}")
         params.append(param)
     code = "unknown_parameter" if is_unknown else "invalid_value"
@@ -115,8 +116,3 @@ def _unknown_parameter(name: str, known: Sequence[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1)
     hint = f" (did you mean {near[0]!r}?)" if near else ""
     return f"unknown parameter {name!r}{hint}; known are {', '.join(sorted(known))}"
-
-
-def _shorten(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
