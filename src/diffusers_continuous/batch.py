@@ -192,6 +192,7 @@ def _sorted_branches(rows: Sequence[Row]) -> tuple[Branch, ...]:
             branches.append(Branch(r, *of_call, True, row.negative_text, params.height, params.width))
 
     def key(branch: Branch) -> tuple[int, ...]:
+        """Shapes first; among branches of one shape those of a call stay together, its negative ones last."""
         return branch.num_image_tokens, branch.text.num_tokens, branch.call, branch.is_negative, branch.row
 
     return tuple(sorted(branches, key=key))

@@ -35,6 +35,7 @@ class LockedModel:
             return value
 
         def locked(*args: Any, **kwargs: Any) -> Any:
+            """The component's method, under the runner's lock."""
             with self._lock:
                 return value(*args, **kwargs)
 

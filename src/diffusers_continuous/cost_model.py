@@ -253,14 +253,17 @@ class _Learner:
 
     @property
     def is_informed(self) -> bool:
+        """True once its milliseconds are more than a guess: calibrated, or measured often enough."""
         return self.is_fixed or len(self.ratios) >= MIN_RATIOS
 
     @property
     def error(self) -> float:
+        """Median relative error of the latest predictions; StatisticsError before the first."""
         return statistics.median(self.errors)
 
     @property
     def scaled_curve(self) -> Curve:
+        """The curve with the factor in each of its parts."""
         return Curve(*(self.factor * value for value in asdict(self.curve).values()))
 
     def observe(self, sample: Sample) -> bool:

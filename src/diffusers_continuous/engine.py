@@ -520,6 +520,7 @@ class DiffusionEngine:
         assert callback is not None
 
         def run() -> Any:
+            """What the callback returned; runs in the caller's thread, without the engine's lock."""
             state.caller_thread = threading.current_thread()  # a stream may be read elsewhere than it was made
             self._mine.num_callbacks = getattr(self._mine, "num_callbacks", 0) + 1
             try:

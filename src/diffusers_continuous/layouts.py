@@ -207,6 +207,7 @@ def _unlike(products: Iterable[SmallProduct], num_lines: int) -> tuple[SmallProd
     """Those that one product of `num_lines` lines may not sum as the stock pipeline does."""
 
     def is_like(product: SmallProduct) -> bool:
+        """Sums alike are those of two large products, and of small ones of as many lines in the same place."""
         if num_lines >= SMALL_PRODUCT:
             return product.num_lines >= SMALL_PRODUCT
         return (product.first, product.num_lines) == (product.start, num_lines)

@@ -114,11 +114,13 @@ class _Sum:
     count: int = 0
 
     def add(self, value: float) -> None:
+        """Count one more value."""
         self.total += value
         self.count += 1
 
     @property
     def mean(self) -> float:
+        """0 before the first value."""
         return self.total / self.count if self.count else 0.0
 
 
@@ -204,9 +206,11 @@ class StatsRecorder:
         with self._lock:
 
             def mean(name: str) -> float:
+                """0 for what has not happened yet."""
                 return self._sums[name].mean if name in self._sums else 0.0
 
             def times(name: str) -> tuple[float, ...]:
+                """Seconds, of the latest requests that have come so far."""
                 return tuple(t for m in self._requests if (t := getattr(m, name)) is not None)
 
             return EngineStats(

@@ -142,6 +142,7 @@ class ContinuousBatchingMixin:
         make_request = weakref.WeakMethod(self._make_request)
 
         def make(**arguments: Any) -> RequestState:
+            """Lets the pipeline go although the engine keeps this; EngineStoppedError once it is gone."""
             method = make_request()
             if method is None:
                 raise EngineStoppedError("the pipeline of this engine is gone")
@@ -324,6 +325,7 @@ class ContinuousBatchingMixin:
         """Embeddings that the caller brought, per row; None where a prompt is to be encoded."""
 
         def per_row(embeds: torch.Tensor | None, mask: torch.Tensor | None) -> list[TextEmbeds | None]:
+            """A copy of (prompts, tokens, dim), each prompt's as often as it has pictures."""
             if embeds is None:
                 return [None] * arguments.num_rows
             limit = arguments.params.max_sequence_length
@@ -491,6 +493,7 @@ class ContinuousBatchingMixin:
 
 def _exclusive_method(name: str) -> Callable[..., Any]:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """The stock method while nothing runs, and the decoder's where it has to follow."""
         if name in _TAKES_A_DEVICE:
             for value in (*args, *kwargs.values()):
                 if isinstance(value, str):

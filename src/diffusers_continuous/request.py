@@ -121,6 +121,7 @@ def in_pages(name: str) -> Callable[[type[T]], type[T]]:
     """Make the attribute of that name a `Paged` one. The class has an attribute `pages`."""
 
     def add(cls: type[T]) -> type[T]:
+        """The same class, changed."""
         setattr(cls, name, Paged(name))
         return cls
 

@@ -134,6 +134,7 @@ class DiffusionModelRunner:
             return None
 
         def draw() -> list[Any]:
+            """One picture per row; any thread may call it."""
             # Taking turns with the loop would make a preview wait for as long as a step takes.
             is_free = all(map(self._model.can_preview_aside, moments))
             turn = contextlib.nullcontext() if is_free else self.lock
@@ -285,6 +286,7 @@ class DiffusionModelRunner:
         predictions: dict[Row, torch.Tensor] = {}
 
         def forward(part: Sequence[Row]) -> None:
+            """Adds to `predictions` for all of `part`, or raises for all of it."""
             self._model.prepare_denoise([row for row in part if row.step == 0])
             for row in part:
                 keep_texts(row)

@@ -50,6 +50,7 @@ class RequestStream:
         self._state.streaming = not final_only
 
         def announce() -> None:
+            """Runs in whichever thread delivers; nothing may be there any more."""
             event = self._state.future.take(timeout=0)
             if isinstance(event, RequestOutput):
                 self._is_over |= event.finished
@@ -129,6 +130,7 @@ class AsyncRequestStream:
             loop, wake = asyncio.get_running_loop(), self._wake
 
             def announce() -> None:
+                """Called from the engine's thread, which must not touch the asyncio loop itself."""
                 with contextlib.suppress(RuntimeError):  # the asyncio loop is closed: nobody waits any more
                     loop.call_soon_threadsafe(wake.set)
 

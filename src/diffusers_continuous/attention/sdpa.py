@@ -45,6 +45,7 @@ def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, run: Run, key_mask: torch.Tensor | None = None
 ) -> torch.Tensor:
     def rows(x: torch.Tensor) -> torch.Tensor:
+        """(tokens, heads, head_dim) of everybody -> this run's (rows, heads, length, head_dim), a view."""
         view = x[run.start : run.stop].unflatten(0, (run.num_rows, run.length))
         return view.transpose(1, 2)  # (rows, heads, length, head_dim)
 

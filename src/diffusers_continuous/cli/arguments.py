@@ -68,6 +68,7 @@ def option_type(read: Callable[[Any], T]) -> Callable[[str], T]:
     """`read` as an argparse `type`, with its own message in the error."""
 
     def convert(text: str) -> T:
+        """Raises ArgumentTypeError, the only error whose text argparse shows."""
         try:
             return read(text)
         except ValueError as error:
@@ -88,6 +89,7 @@ def choice_reader(name: str, known: Iterable[str]) -> Callable[[object], str]:
     known = list(known)
 
     def read(value: object) -> str:
+        """Raises ValueError that lists the known words."""
         if value not in known:
             raise ValueError(f"{name} {value!r} is not known{suggest(str(value), known)}")
         return str(value)
@@ -100,6 +102,7 @@ def integer_reader(name: str, least: int, most: int | None = None) -> Callable[[
     limits = f"at least {least}" if most is None else f"{least} to {most}"
 
     def read(value: object) -> int:
+        """Takes digits or an int; raises ValueError with the limits."""
         number = _whole_number(value)
         if number is None or number < least or (most is not None and number > most):
             raise ValueError(f"{name} {value!r} is not a whole number of {limits}")

@@ -166,6 +166,7 @@ def serve(
     start = time.monotonic() + START_DELAY_S
 
     def send(number: int) -> None:
+        """Waits for the answer; its latency counts from when the request was due, however late it was sent."""
         failure = server.generate(PROMPTS[number % len(PROMPTS)], kinds[number], number, deadlines_s[number])
         latency_s = time.monotonic() - start - due_s[number] if failure is None else math.inf
         answers[number] = Answer(latency_s, failure)
@@ -315,6 +316,7 @@ def _checked(read: Callable[[str], object]) -> Callable[[str], str]:
     """A reader that leaves the text as it is, once it can be read."""
 
     def check(text: str) -> str:
+        """Raises ValueError where `read` does."""
         read(text)
         return text
 
@@ -323,6 +325,7 @@ def _checked(read: Callable[[str], object]) -> Callable[[str], str]:
 
 def _positive(name: str) -> Callable[[str], float]:
     def read(text: str) -> float:
+        """Raises ValueError for what is no finite number above 0."""
         try:
             value = float(text)
         except ValueError:

@@ -68,6 +68,7 @@ CALLERS = (
 
 
 def main(argv: Sequence[str]) -> int:
+    """Draw for eight callers at once and write their pictures and a timeline; the exit code."""
     parser = ArgumentParser(prog="diffusers-continuous demo", description=DESCRIPTION)
     parser.add_argument("--output", type=Path, default=Path("demo-output"), metavar="DIR", help="default: %(default)s")
     folder: Path = parser.parse_all(argv).output

@@ -14,6 +14,7 @@ QWEN_IMAGE_HEAD_DIM = 128
 
 
 def main(argv: Sequence[str]) -> int:
+    """Print one fact a line; the exit code."""
     ArgumentParser(
         prog="diffusers-continuous env", description="Prints versions, device and attention backends."
     ).parse_all(argv)

@@ -36,6 +36,7 @@ port that is in use; 130 stopped by Ctrl-C. A SIGTERM ends it as usual."""
 
 
 def main(argv: Sequence[str]) -> int:
+    """Serve until a signal; the exit code, which `--help` explains."""
     parser = _parser()
     options = parser.parse_all(argv)
     options.api_key = options.api_key or os.environ.get(API_KEY_VARIABLE) or None

@@ -227,11 +227,13 @@ def _packed_blocks(
     first, *later = blocks
 
     def run(block: Any, image: torch.Tensor, text: torch.Tensor, part: Packed) -> tuple[torch.Tensor, torch.Tensor]:
+        """(text tokens, dim) and (image tokens, dim) after the block, compiled where that can run `part`."""
         if packed.compiled is not None and packed.compiled.can_run(part.layout):
             return packed.compiled.run(block, image, text, temb, part.layout, part.attention)
         return block(hidden_states=image, encoder_hidden_states=text, temb=temb, packed=part)
 
     def run_later(image: torch.Tensor, text: torch.Tensor, layout: BatchLayout) -> torch.Tensor:
+        """(image tokens, dim) after all blocks but the first; `layout` may be of some of the rows only."""
         part = packed if layout is packed.layout else replace(packed, layout=layout)
         for block in later:
             text, image = run(block, image, text, part)

@@ -200,6 +200,7 @@ class PiDPatchBlock(nn.Module):
         of_text, of_image = attended.split([text.shape[1], image.shape[1]], 1)
 
         def advance(tokens: torch.Tensor, part: slice) -> torch.Tensor:
+            """(batch, patches of `part`, dim) float32 after attention and MLP."""
             return _advance(tokens, self.attn.proj_x(of_image[:, part]), image_mod, self.norm_x2, self.mlp_x)
 
         text = _advance(text, self.attn.proj_y(of_text), text_mod, self.norm_y2, self.mlp_y)
@@ -219,6 +220,7 @@ class PiDPatchBlock(nn.Module):
         (cos, sin), text_table = rotary
 
         def project(part: slice) -> torch.Tensor:
+            """(batch, patches of `part`, 3, heads, head_dim)."""
             tokens = modulate(self.norm_x1(image[:, part]), *image_mod[:2]).to(dtype)
             return self.attn.image_qkv(tokens, (cos[part], sin[part]))
 
@@ -257,6 +259,7 @@ class PiDPixelAttention(nn.Module):
         cos, sin = rotary
 
         def project(part: slice) -> torch.Tensor:
+            """(batch, patches of `part`, 3, heads, head_dim)."""
             return project_qkv(x[:, part], self.qkv, (self.q_norm, self.k_norm), (cos[part], sin[part]))
 
         attended = attend(map_slices(project, x.shape[1], chunk))

@@ -259,6 +259,7 @@ class PiDTransformer2DModel(ModelMixin, ConfigMixin):
             image, text = block(image, text, condition, rotary, chunk)
 
         def finish(part: slice) -> torch.Tensor:
+            """(batch, patches of `part`, hidden_size) in the weights' dtype."""
             tokens = F.silu(time + image[:, part])
             if self.pit_lq_gate is not None:
                 tokens = self.pit_lq_gate(tokens, self._feature(-1, features, part), sigma)
@@ -320,6 +321,7 @@ class PiDTransformer2DModel(ModelMixin, ConfigMixin):
         attended: list[torch.Tensor] = []
 
         def advance(part: slice) -> torch.Tensor:
+            """The patches' way as far as attention is known: the next one's input, or at the end their pixels."""
             pixels = self._embed_pixels(cutter, part, axes)
             for block, found in zip(self.pixel_blocks, attended, strict=False):
                 pixels = block("expand", pixels, condition[:, part], found[:, part])

@@ -77,6 +77,7 @@ def create_app(make_pipe: Callable[[], "ContinuousBatchingPipeline"], settings: 
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        """Loads in a thread, so that the asyncio loop stays free; at the end what has not finished fails."""
         board = app.state.board = JobBoard(await to_thread.run_sync(make_pipe), settings)
         app.state.exporter = EngineExporter(board.engine, settings.model_names[0], settings.metrics_prefix)
         try:
@@ -244,10 +245,12 @@ def _add_error_handlers(app: FastAPI, settings: ServingSettings) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def on_invalid(request: Request, error: RequestValidationError) -> Response:
+        """400, where FastAPI itself would answer 422."""
         return invalid_request(error.errors(), fields).response()
 
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:
+        """Its own status, also for what Starlette raises, such as 404 for an unknown path."""
         if not isinstance(error, ApiError):
             where = f"{request.method} {request.url.path!r:.200}"
             message = f"{error.detail}: {where}"
@@ -256,6 +259,7 @@ def _add_error_handlers(app: FastAPI, settings: ServingSettings) -> None:
 
     @app.exception_handler(Exception)
     async def on_bug(request: Request, error: Exception) -> Response:
+        """500, or what `api_error` knows better; Starlette raises it again for the log."""
         return api_error(error).response()
 
 

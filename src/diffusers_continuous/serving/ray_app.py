@@ -72,6 +72,7 @@ class EngineReplica:
         self._num_default_image_tokens = 0
 
         def make() -> ContinuousBatchingPipeline:
+            """The pipeline, once the tokens of a picture of its own size are noted."""
             pipe = make_pipe()
             side = int(pipe.default_sample_size * pipe.vae_scale_factor)
             self._num_default_image_tokens = (side // 16) ** 2
@@ -125,12 +126,14 @@ class EngineReplica:
         requests: list[Message] = [{"type": "http.request", "body": call.body, "more_body": False}]
 
         async def receive() -> Message:
+            """The whole body at once, then nothing until the client has left."""
             if requests:
                 return requests.pop()
             await has_left.wait()
             return {"type": "http.disconnect"}
 
         async def send(message: Message) -> None:
+            """Never waits: the queue has no limit."""
             messages.put_nowait(message)
 
         running = asyncio.ensure_future(self._app(_scope_of(call), receive, send))
