@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -56,6 +57,11 @@ def refuse(pipe: ContinuousBatchingPipeline, rank: int) -> None:
         call, other = other, call
     with pytest.raises(UnsupportedModelError, match="packed rows"):
         call({"parallel": {"cp": 2}})
+    with (
+        mock.patch.object(torch.accelerator, "device_count", return_value=0),
+        pytest.raises(UnsupportedModelError, match="among accelerators; there is none here"),
+    ):
+        call(CONFIG)
     with pytest.raises(ConfigError, match="needs a process group of 3 ranks and there is 2"):
         call({"parallel": {"tp": 3}})
     with pytest.raises(ConfigError, match="call pipe.follow_continuous" if rank else "rank 0 has the engine"):

@@ -76,7 +76,7 @@ class RankGroup:
 
     Raises:
         ConfigError: without a process group of that many ranks.
-        UnsupportedModelError: for context parallelism, and for what diffusers cannot shard.
+        UnsupportedModelError: for context parallelism, without accelerators, and for what diffusers cannot shard.
     """
 
     def __init__(self, transformer: QwenImageTransformer2DModel, parallel: Mapping[str, int]) -> None:
@@ -92,6 +92,10 @@ class RankGroup:
             )
         check_parallelism(transformer, parallel)
         if transformer._parallel_config is None:
+            if torch.accelerator.device_count() == 0:
+                raise UnsupportedModelError(
+                    f"parallel={dict(parallel)!r}: diffusers shares weights out among accelerators; there is none here"
+                )
             try:
                 transformer.enable_parallelism(config=TensorParallelConfig(tp_degree=num_ranks))
             except ValueError as error:
