@@ -1,6 +1,6 @@
 """Which rows fit together in one step: by places and tokens, by what sharing saves and whom it makes late, by pages.
 
-They find out and change nothing, but for `PageRoom.commit`, which writes the moves into the ledger of pages. Knows no
+Rows and pages stay as they are, but for `PageRoom.commit`, which writes the moves into the ledger of pages. Knows no
 policy and no order of rows; talks of numbers, never imports torch.
 """
 
@@ -26,6 +26,13 @@ class StepBatch:
 
     Args:
         is_guarded: True where rows join only if that saves time and makes nobody late who would have been on time.
+        now: Seconds on the engine's clock.
+
+    Attributes:
+        leaders: Who is in, each with its gang.
+        num_tokens: What `max_batch_tokens` limits.
+        tokens, pairs, sequences: What the cost model counts in a step of theirs, which takes `step_ms`.
+        allowed_ms: How long a step may take before somebody who is on time would be late.
     """
 
     config: ContinuousBatchingConfig

@@ -2,8 +2,8 @@
 
 A step of a batch takes a constant, plus its sequences, plus its tokens, plus the pairs of tokens that attention
 compares, and never less than launching its kernels takes. The same curve, with other numbers, serves encoding, VAE
-decoding and the steps of PiD. A curve is fitted from measured samples (`scripts/calibrate_cost_model.py`), kept as
-JSON, and followed online by one factor per kind.
+decoding and the steps of PiD. A curve that was fitted to measured samples (`scripts/calibrate_cost_model.py`) is kept
+as JSON and followed online by one factor; without one, a guess is followed, and fitted anew, online.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """In which order rows run. Knows numbers only: no torch, no device, no batch.
 
 A policy is one small object: where a row stands in the queue, and which rows go first now. Times are seconds on the
-engine's clock; `row.remaining_ms` is what the cost model predicts for the row alone, over all of its stages.
+engine's clock; `row.remaining_ms` is what the cost model predicts for the rest of the row alone, in all stages.
 """
 
 from __future__ import annotations

@@ -4,9 +4,10 @@ A row goes ENCODE -> DENOISE -> DECODE -> DONE. It holds a place in the batch fr
 denoising step; decoding needs no place, so the next row moves up at once. Decoders of several steps take turns with
 the denoising, one step of theirs for one step of everybody else.
 
-A preemptive policy chooses the batch anew at every chunk of steps, from all rows that are active, and says whether a
-long decoder is next. A row that makes way goes back to the queue as it stands, with its latents, its step and its noise
-scheduler, so that it goes on later as if nothing had happened.
+A preemptive policy chooses the batch anew from all rows that are active and says whether a long decoder is next: at
+every chunk of steps before which somebody came or went, and now and then anyway. A row that makes way goes back to the
+queue as it stands, with its latents, its step and its noise scheduler, so that it goes on later as if nothing had
+happened; only what a step cache kept of it is lost.
 """
 
 from __future__ import annotations
