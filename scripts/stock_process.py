@@ -1,8 +1,8 @@
 """The stock pipeline in a process of its own, as whoever has no engine runs it; its requests, and its way to decode.
 
 In one process with the engine it would be handicapped: PyTorch keeps a team of threads for every thread that computes.
-With more than one team there are more threads than cores, OpenMP then lets them sleep between operations, and a small
-model takes half as long again.
+With more than one team there are more threads than cores, OpenMP then lets them sleep between operations, and waking
+them takes as long as an operation of a small model does.
 """
 
 from __future__ import annotations

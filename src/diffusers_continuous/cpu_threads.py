@@ -2,8 +2,7 @@
 
 Every thread that computes gets a team of helpers from OpenMP, and keeps it for life. Whoever loaded the model and now
 waits for pictures has such a team beside the engine's; together they are more threads than cores, and then OpenMP lets
-helpers sleep between operations instead of spinning for a moment. Waking them takes as long as a small operation: on
-two cores the embedded model takes 1.4 times as long.
+helpers sleep between operations instead of spinning for a moment. Waking them takes as long as a small operation does.
 """
 
 from __future__ import annotations

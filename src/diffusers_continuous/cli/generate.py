@@ -243,7 +243,13 @@ def _draw_all(jobs: list[Job], options: argparse.Namespace, config: ContinuousBa
             print(f"error: {error}", file=sys.stderr)
             return 1
         bar = stack.enter_context(
-            tqdm(total=total, unit="step", desc=f"{len(jobs)} requests", mininterval=interval, file=sys.stderr)
+            tqdm(
+                total=total,
+                unit="step",
+                desc=f"{len(jobs)} request{'s' * (len(jobs) != 1)}",
+                mininterval=interval,
+                file=sys.stderr,
+            )
         )
         run = GenerateRun(engine, bar, 1 if pipe.decoder is None else pipe.decoder.transformer.config.sr_scale)
         interrupted = run.draw(jobs, num_callers=2 * config.max_requests_per_batch)

@@ -115,7 +115,7 @@ def _read_text_line(line: str, where: str) -> dict[str, Any]:
 def _read_json_line(line: str, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # JSON's own, and Python's for a number of more than 4,300 digits
         raise ValueError(f"{where}: not JSON: {error}") from None
     if not isinstance(row, dict):
         raise ValueError(f"{where}: not an object such as {{'prompt': 'a cat', 'size': '128x192'}}")
