@@ -259,6 +259,28 @@ def test_an_unread_stream_with_a_callback_blocks_nothing_for_ever(pipe):
     assert isinstance(stopped[-1].error, EngineStoppedError)
 
 
+def test_a_batch_of_calls_with_callbacks_lets_a_change_happen(make_pipe):
+    pipe = make_pipe(max_requests_per_batch=1)
+    engine = pipe._engine
+    gate = Gate(engine)
+    calls = [
+        {"prompt": "a ring", "priority": priority, "callback_on_step_end": lambda *_: {}, **SMALL}
+        for priority in (1, 0)  # the one that is waited for first starts last
+    ]
+    engine.start()
+    with engine.pause():
+        batch = in_thread(pipe.generate_batch, calls)
+        while len(engine._active) < len(calls):
+            threading.Event().wait(0.001)
+    assert gate.reached.wait(WAIT_S)
+    moving = in_thread(pipe.to, "cpu")
+    while not engine.scheduler.is_holding:
+        threading.Event().wait(0.001)
+    gate.opened.set()
+    assert [output.error for output in batch.outcome().values()] == [None, None]
+    assert moving.outcome() is pipe
+
+
 def test_stop_does_not_wait_for_a_callback_whose_thread_has_ended(pipe):
     streams = []
 

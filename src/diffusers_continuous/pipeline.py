@@ -47,7 +47,7 @@ from .pid import PiDDecoder
 from .request import RequestMetrics, RequestOutput, RequestState, RequestStatus, Row, TextEmbeds
 from .runner import DiffusionModelRunner
 from .scheduler import StepScheduler
-from .streams import AsyncRequestStream, RequestStream, wait
+from .streams import AsyncRequestStream, RequestStream, wait, wait_for_all
 
 logger = logging.get_logger(__name__)
 
@@ -239,7 +239,8 @@ class ContinuousBatchingMixin:
         try:
             for arguments in inputs:
                 states.append(self._submit_or_refuse(engine, {**common, **arguments}))
-            outputs = [s if isinstance(s, RequestOutput) else wait(s) for s in states]
+            finals = iter(wait_for_all([state for state in states if isinstance(state, RequestState)]))
+            outputs = [s if isinstance(s, RequestOutput) else next(finals) for s in states]
         except BaseException:
             for state in states:
                 if isinstance(state, RequestState):

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+import functools
+import queue
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from .engine import DiffusionEngine
 from .request import CallbackCall, RequestOutput, RequestState, RequestStatus
@@ -158,6 +160,26 @@ def wait(state: RequestState, on_output: Callable[[RequestOutput], None] | None 
                 on_output(event)
             if event.finished:
                 return event
+
+
+def wait_for_all(states: Sequence[RequestState]) -> list[RequestOutput]:
+    """Wait for the final outputs, running the due callbacks of all of them here, whoever's is due first.
+
+    One after the other would leave those behind the first half way, where everybody who waits for them waits for it.
+    """
+    news: queue.SimpleQueue[RequestState] = queue.SimpleQueue()
+    for state in states:
+        state.future.add_listener(functools.partial(news.put, state))
+    left = set(states)
+    while left:
+        state = news.get()
+        event = state.future.take(timeout=0)
+        if isinstance(event, CallbackCall):
+            _answer(event)
+        elif event is not None and event.finished:
+            left.discard(state)
+    outputs = [state.future.final for state in states]
+    return [output for output in outputs if output is not None]
 
 
 def _answer(call: CallbackCall) -> None:
