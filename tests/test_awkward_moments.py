@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import os
@@ -257,6 +258,37 @@ def test_an_unread_stream_with_a_callback_blocks_nothing_for_ever(pipe):
     stopped = in_thread(unread_then, lambda stream: engine.stop() or list(stream)).outcome()
     assert stopped[-1].status is RequestStatus.FAILED
     assert isinstance(stopped[-1].error, EngineStoppedError)
+
+
+def test_stop_ends_a_callback_that_becomes_due_in_its_own_thread_later(pipe, monkeypatch):
+    monkeypatch.setattr(engine_module, "REAP_EVERY_S", 0.01)
+    engine = pipe.init_continuous_batching()
+    gate = Gate(engine)
+
+    def stop():
+        stream = pipe.stream("a ring", callback_on_step_end=lambda *_: {}, **SMALL)
+        assert gate.reached.wait(WAIT_S)
+        threading.Timer(0.05, gate.opened.set).start()
+        engine.stop()
+        return list(stream)
+
+    assert isinstance(in_thread(stop).outcome()[-1].error, EngineStoppedError)
+
+
+def test_stop_ends_a_callback_whose_event_loop_waits_for_it(pipe, monkeypatch):
+    monkeypatch.setattr(engine_module, "REAP_EVERY_S", 0.01)
+    engine = pipe.init_continuous_batching()
+
+    async def stop():
+        ran, outputs = [], []
+        call = {**SMALL, "num_inference_steps": 9, "callback_on_step_end": lambda *_: ran.append(True) or {}}
+        async for output in pipe.astream("a ring", **call):
+            outputs.append(output)
+            if ran:
+                engine.stop()
+        return outputs
+
+    assert isinstance(in_thread(asyncio.run, stop()).outcome()[-1].error, EngineStoppedError)
 
 
 def test_a_batch_of_calls_with_callbacks_lets_a_change_happen(make_pipe):

@@ -16,7 +16,7 @@ import time
 import traceback
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from .errors import EngineStoppedError, RequestCancelledError, RequestError, StepFailedError, shorten
@@ -89,6 +89,7 @@ class DiffusionEngine:
         self._is_hard_stop = False
         self._abandoned: deque[RequestState] = deque()
         self._ended: list[RequestState] = []
+        self._stopping_threads: list[threading.Thread] = []  # who waits for the loop's end
         self._make_locks()
         scheduler.is_phased = runner.is_phased
         scheduler.memory = runner.make_ledger()
@@ -128,21 +129,21 @@ class DiffusionEngine:
             if self._is_hard_stop:
                 self._fail_all("the engine was stopped before this request finished")
             elif block and not self._is_mine():
-                self._fail_callbacks_of_nobody()
+                self._fail_callbacks_of_nobody((threading.current_thread(),))
             self._condition.notify_all()
         if self._thread is None:
             self._close()
         elif block and not self._is_mine():
+            self._stopping_threads.append(threading.current_thread())
             self._thread.join(timeout)
             if self._thread.is_alive():
                 self.stop(block=False, hard_stop=True)
 
-    def _fail_callbacks_of_nobody(self) -> None:
-        """Requests whose callback is due in a thread that has ended, or that is about to wait for them."""
-        me = threading.current_thread()
+    def _fail_callbacks_of_nobody(self, stopping: Sequence[threading.Thread]) -> None:
+        """Requests whose callback is due in a thread that has ended, or in one of those, which wait for them."""
         for state in list(self._active.values()):
             caller = state.caller_thread
-            if state.is_in_callback and caller is not None and (caller is me or not caller.is_alive()):
+            if state.is_in_callback and caller is not None and (caller in stopping or not caller.is_alive()):
                 error = EngineStoppedError("the thread whose turn it was to run the callback stopped the engine")
                 self._end(state, RequestStatus.FAILED, error)
 
@@ -411,6 +412,7 @@ class DiffusionEngine:
         with self._condition:
             self._is_in_step = False
             self._condition.notify_all()
+            idle_since = self.clock()
             while True:
                 self._reap()
                 if self._is_hard_stop or (self._is_stopping and not self._active):
@@ -427,6 +429,13 @@ class DiffusionEngine:
                         self._is_in_step = True
                         return output
                 self._condition.wait(REAP_EVERY_S if self._active else None)
+                if self.clock() - idle_since >= REAP_EVERY_S:  # callers have had their time to run due callbacks
+                    self._release_the_stuck()
+
+    def _release_the_stuck(self) -> None:
+        """Nobody waits for callbacks that are due in a thread which itself waits for something else."""
+        if self._stopping_threads:
+            self._fail_callbacks_of_nobody(self._stopping_threads)
 
     def _reap(self) -> None:
         """Between two steps: end what nobody holds any more, and let go of what has ended."""
@@ -521,12 +530,13 @@ class DiffusionEngine:
 
         def run() -> Any:
             """What the callback returned; runs in the caller's thread, without the engine's lock."""
-            state.caller_thread = threading.current_thread()  # a stream may be read elsewhere than it was made
+            caller, state.caller_thread = state.caller_thread, threading.current_thread()
             self._mine.num_callbacks = getattr(self._mine, "num_callbacks", 0) + 1
             try:
                 return callback.run(state)
             finally:
                 self._mine.num_callbacks -= 1
+                state.caller_thread = caller
 
         return CallbackCall(run, lambda result, error: self._on_callback_reply(state, result, error))
 

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import functools
 import queue
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from .engine import DiffusionEngine
@@ -66,6 +67,7 @@ class RequestStream:
     def __next__(self) -> RequestOutput:
         if self._is_over:
             raise StopIteration
+        self._state.caller_thread = threading.current_thread()  # a stream may be read elsewhere than it was made
         try:
             while not isinstance(event := self._state.future.take(), RequestOutput):
                 assert event is not None
@@ -112,6 +114,7 @@ class AsyncRequestStream:
     async def __anext__(self) -> RequestOutput:
         if self._stream._is_over:
             raise StopAsyncIteration
+        self._stream._state.caller_thread = threading.current_thread()
         try:
             while True:
                 event = await self._event()
