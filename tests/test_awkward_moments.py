@@ -313,6 +313,32 @@ def test_a_batch_of_calls_with_callbacks_lets_a_change_happen(make_pipe):
     assert moving.outcome() is pipe
 
 
+def test_who_holds_an_unread_stream_is_served_while_a_change_waits_for_that(pipe, monkeypatch):
+    monkeypatch.setattr(engine_module, "REAP_EVERY_S", 0.01)
+    engine = pipe.init_continuous_batching()
+    is_due, is_held = threading.Event(), threading.Event()
+
+    def call():
+        stream = pipe.stream("a ring", callback_on_step_end=lambda *_: {}, **SMALL)
+        while not stream._state.is_in_callback:
+            threading.Event().wait(0.001)
+        is_due.set()
+        assert is_held.wait(WAIT_S)
+        images = pipe("a star", **SMALL).images
+        return images, list(stream)
+
+    calling = in_thread(call)
+    assert is_due.wait(WAIT_S)
+    moving = in_thread(pipe.to, "cpu")
+    while not engine.scheduler.is_holding:
+        threading.Event().wait(0.001)
+    is_held.set()
+    images, outputs = calling.outcome()
+    assert images.shape == (1, 16, 64)
+    assert outputs[-1].status is RequestStatus.FINISHED
+    assert moving.outcome() is pipe
+
+
 def test_stop_does_not_wait_for_a_callback_whose_thread_has_ended(pipe):
     streams = []
 

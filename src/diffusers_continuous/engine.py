@@ -436,6 +436,10 @@ class DiffusionEngine:
         """Nobody waits for callbacks that are due in a thread which itself waits for something else."""
         if self._stopping_threads:
             self._fail_callbacks_of_nobody(self._stopping_threads)
+        threads = {state.caller_thread for state in self._active.values() if state.is_in_callback}
+        for state in self._active.values():
+            if state.caller_thread in threads and not (state.is_in_callback or state.passes_hold):
+                self.scheduler.let_pass(state)
 
     def _reap(self) -> None:
         """Between two steps: end what nobody holds any more, and let go of what has ended."""

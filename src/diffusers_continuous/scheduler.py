@@ -178,6 +178,14 @@ class StepScheduler:
                 f"and num_blocks={limit}"
             )
 
+    def let_pass(self, state: RequestState) -> None:
+        """Whoever has pages, or a change for which newcomers are held, waits for `state`: it must wait for neither."""
+        state.passes_hold = True
+        for row in state.rows:
+            if not self.memory.has_pages(row):
+                row.num_blocks = 0
+        self._num_changes += 1
+
     def limit_tokens(self, num_tokens: int | None) -> None:
         """From now on at most so many tokens go into a batch: more have run out of memory. None changes nothing."""
         if num_tokens is not None and num_tokens < self.config.max_batch_tokens:

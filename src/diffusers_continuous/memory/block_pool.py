@@ -128,6 +128,10 @@ class PageLedger:
         """True when the owner has pages on the device."""
         return bool(self.device.blocks_of(owner))
 
+    def has_pages(self, owner: Hashable) -> bool:
+        """True when the owner has pages, wherever they are."""
+        return self.is_on_device(owner) or bool(self.host.blocks_of(owner))
+
     def bring_in(self, owner: Hashable, num_blocks: int) -> None:
         """Give the owner its pages on the device, whether it comes for the first time or from host memory.
 
