@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import assert_latents_equal, generator
+from conftest import assert_latents_equal, generator, load_stock
 from diffusers_continuous import (
     ContinuousBatchingPipeline,
     EngineStoppedError,
@@ -400,6 +400,26 @@ def test_a_draining_engine_is_waited_for_before_a_change(pipe, stock):
     assert_latents_equal(
         engine.get_result(request_id, timeout=WAIT_S).images, stock("a ring", generator=generator(1), **SMALL).images
     )
+
+
+def test_what_a_draining_engine_has_yet_to_begin_sees_a_change(make_pipe, stock):
+    pipe = make_pipe(max_requests_per_batch=1)
+    engine = pipe._engine
+    gate = Gate(engine, at_step=2)
+    ids = [engine.add_request(prompt="a ring", seed=seed, **SMALL) for seed in (1, 2)]
+    engine.start()
+    assert gate.reached.wait(WAIT_S)
+    engine.stop(block=False)
+    changing = in_thread(setattr, pipe, "transformer", load_stock().transformer)
+    while not engine.scheduler.is_holding:
+        threading.Event().wait(0.001)
+    gate.opened.set()
+    assert changing.outcome() is None
+    for seed, request_id in zip((1, 2), ids, strict=True):
+        latents = engine.get_result(request_id, timeout=WAIT_S).images
+        assert_latents_equal(latents, stock("a ring", generator=generator(seed), **SMALL).images)
+    engine.stop()
+    assert "forward" not in vars(pipe.transformer)
 
 
 def test_stop_with_a_timeout_fails_what_is_left_without_waiting_for_the_step(pipe):

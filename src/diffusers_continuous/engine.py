@@ -194,8 +194,7 @@ class DiffusionEngine:
                     try:
                         yield
                     finally:
-                        if not self.is_stopped:
-                            self._reset()
+                        self._reset()
             finally:
                 with self._condition:
                     self.scheduler.is_holding = was_holding
@@ -204,6 +203,9 @@ class DiffusionEngine:
     def _reset(self) -> None:
         """Components may have changed or moved: nothing that was worked out from them, or lies there, stays."""
         with self._condition:
+            is_draining = bool(self._active) and not self._is_hard_stop and self.fatal_error is None
+            if self.is_stopped and not is_draining:
+                return
             self.scheduler.memory.release_all()
             self.runner.move(self.scheduler.memory.take_moves())
             self.runner.reset()
