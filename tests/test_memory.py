@@ -18,7 +18,7 @@ from diffusers_continuous.memory import budget
 from diffusers_continuous.memory.block_pool import BlockPool, BlockPoolError, PageLedger, Where
 from diffusers_continuous.memory.host_swap import HostSwap, PagedTensors
 from diffusers_continuous.memory.row_state import PagedText
-from diffusers_continuous.request import TextEmbeds
+from diffusers_continuous.request import TextEmbeds, in_pages
 from diffusers_continuous.scheduler import StepScheduler
 from test_scheduler import names, request, run_step
 
@@ -327,6 +327,18 @@ def test_a_text_that_somebody_reads_stays_when_its_pages_become_others():
     embeds = PagedText(pages, "text", text).embeds
     pages.put("text", torch.zeros(2, 8))
     assert torch.equal(embeds, text.embeds)
+
+
+def test_a_tensor_is_read_while_its_pages_are_taken_away():
+    latents = torch.randn(2, 8)
+    pages = [None, paged(HostSwap(PAGE, CPU, 1, 1), (0,), latents=latents)]
+
+    @in_pages("latents")
+    class Owner:
+        pages = property(lambda self: pages.pop())  # gone when it is asked for once more
+
+    assert torch.equal(Owner().latents, latents)
+    assert pages == [None]
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="has pinned memory")

@@ -107,14 +107,16 @@ class Paged:
         """The tensor; a copy of what lies in the pages."""
         if owner is None:
             return self
-        return vars(owner)[self._name] if owner.pages is None else owner.pages.get(self._name)
+        pages = owner.pages  # asked once: another thread may be taking them away
+        return vars(owner)[self._name] if pages is None else pages.get(self._name)
 
     def __set__(self, owner: Any, value: Any) -> None:
         """Keep it, in the pages if there are any."""
-        if owner.pages is None:
+        pages = owner.pages
+        if pages is None:
             vars(owner)[self._name] = value
         else:
-            owner.pages.put(self._name, value)
+            pages.put(self._name, value)
 
 
 def in_pages(name: str) -> Callable[[type[T]], type[T]]:
