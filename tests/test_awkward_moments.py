@@ -200,6 +200,34 @@ def test_a_call_inside_a_callback_runs_even_in_a_full_or_held_batch(make_pipe, s
         assert_latents_equal(latents, stock("a star", generator=generator(1), **SMALL).images)
 
 
+def test_a_request_is_cancelled_while_its_callback_becomes_due(pipe, monkeypatch):
+    engine = pipe.init_continuous_batching()
+    callback_call = engine._callback_call
+
+    def cancelled_meanwhile(state):
+        in_thread(engine.cancel_request, state.request_id).join(0.1)  # it has to wait for this one
+        return callback_call(state)
+
+    monkeypatch.setattr(engine, "_callback_call", cancelled_meanwhile)
+    with pytest.raises(RequestCancelledError):
+        pipe("a ring", callback_on_step_end=lambda *_: {}, **SMALL)
+    assert engine.fatal_error is None
+
+
+def test_who_was_cancelled_is_told_of_no_further_steps(pipe, monkeypatch):
+    engine = pipe.init_continuous_batching()
+    make_output = engine._output
+
+    def cancelled_meanwhile(state, **result):
+        output = make_output(state, **result)
+        if not output.finished:
+            engine.cancel(state)
+        return output
+
+    monkeypatch.setattr(engine, "_output", cancelled_meanwhile)
+    assert [output.status for output in pipe.stream("a ring", **SMALL)] == [RequestStatus.CANCELLED]
+
+
 def test_progress_is_shown_beside_a_callback(pipe):
     steps = [out.step for out in pipe.stream("a ring", callback_on_step_end=lambda *_: {}, **SMALL)]
     assert (steps[:2], steps[-1]) == ([1, 2], 3)

@@ -468,10 +468,13 @@ class DiffusionEngine:
         for state in ended:
             self._finish(state)
         for state in live:
-            if state.streaming and not state.status.is_ending:
-                state.future.put(self._output(state))
-            if state.is_in_callback:
-                state.future.put_callback(self._callback_call(state))
+            is_told = state.streaming and not state.status.is_ending
+            progress = self._output(state) if is_told else None
+            with self._condition:  # who has ended meanwhile is told nothing more
+                if progress is not None and self._is_active(state):
+                    state.future.put(progress)
+                if state.is_in_callback:
+                    state.future.put_callback(self._callback_call(state))
 
     def _is_active(self, state: RequestState) -> bool:
         """True until the request ends. By identity: an id may be used again."""
