@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 import weakref
+from collections import OrderedDict
 
 import numpy as np
 import pytest
@@ -115,6 +116,18 @@ def test_an_idle_engine_keeps_nothing_of_the_last_request(make_pipe):
     assert weights() is None
 
 
+def test_a_stream_that_was_dropped_at_its_end_is_not_kept(pipe):
+    engine = pipe.init_continuous_batching()
+    engine.start()
+    stream = pipe.stream("a ring", **SMALL)
+    assert stream._state.future.result(WAIT_S) is not None
+    row = weakref.ref(stream._state.rows[0])
+    del stream
+    with engine.pause():
+        gc.collect()
+    assert row() is None
+
+
 def test_stopped_engines_are_not_kept(pipe):
     engines = []
     for _ in range(3):
@@ -133,6 +146,29 @@ def test_pending_requests_are_never_dropped_for_being_many(pipe, monkeypatch):
     ids = [engine.add_request(prompt="a ring", **SMALL) for _ in range(6)]
     engine.start()
     assert engine.get_result(ids[0], timeout=WAIT_S).status is RequestStatus.FINISHED
+
+
+def test_a_result_is_fetched_while_old_ones_are_looked_for(pipe, monkeypatch):
+    monkeypatch.setattr(engine_module, "MAX_UNFETCHED_RESULTS", 1)
+    engine = pipe.init_continuous_batching()
+    engine.start()
+    ids = [engine.add_request(prompt="a ring", **SMALL) for _ in range(2)]
+    for request_id in ids:
+        engine._unfetched[request_id].result(WAIT_S)
+    future, fetching = engine._unfetched[ids[0]], []
+
+    class Watched(OrderedDict):
+        def items(self):
+            for item in super().items():
+                fetching.append(in_thread(engine.get_result, ids[1]))
+                fetching[-1].join(0.1)  # it has to wait
+                yield item
+
+    engine._unfetched = Watched(engine._unfetched)
+    engine.get_result(engine.add_request(prompt="a ring", **SMALL))
+    assert fetching[0].outcome().status is RequestStatus.FINISHED
+    assert ids[0] not in engine._unfetched
+    assert future.final is not None
 
 
 def test_a_failure_while_making_the_pictures_ends_that_request(pipe, monkeypatch):

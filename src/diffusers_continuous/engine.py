@@ -307,7 +307,8 @@ class DiffusionEngine:
 
     def abandon(self, state: RequestState) -> None:
         """Cancel soon, without waiting for anything: garbage collection may call this wherever the thread stands."""
-        self._abandoned.append(state)
+        if state.future.final is None:  # else there is nothing to cancel, and an idle loop would keep it
+            self._abandoned.append(state)
 
     def get_result(self, request_id: str, timeout: float | None = None) -> RequestOutput | None:
         """Wait for a request of `add_request` and take its final output; None when `timeout` seconds passed.
@@ -317,7 +318,7 @@ class DiffusionEngine:
         """
         output = self._future_of(request_id).result(timeout)
         if output is not None:
-            self._unfetched.pop(request_id, None)
+            self._forget_result(request_id)
         return output
 
     def request_id_iter(self, request_id: str) -> Iterator[RequestOutput]:
@@ -329,10 +330,14 @@ class DiffusionEngine:
             output = future.take()
             assert isinstance(output, RequestOutput)
             if output.finished:
-                self._unfetched.pop(request_id, None)
+                self._forget_result(request_id)
             yield output
             if output.finished:
                 return
+
+    def _forget_result(self, request_id: str) -> None:
+        with self._condition:  # somebody may be going through them
+            self._unfetched.pop(request_id, None)
 
     def _future_of(self, request_id: str) -> RequestFuture:
         future = self._unfetched.get(request_id)
