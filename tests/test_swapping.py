@@ -358,6 +358,23 @@ def test_a_row_that_cannot_be_sent_out_fails_alone(make_pipe, monkeypatch):
     assert_fails_alone(engine, two, short, submit(pipe, seed=4, **call))
 
 
+def test_nothing_of_a_row_that_was_lost_waits_for_the_next_request(make_pipe, monkeypatch):
+    pipe = make_pipe()
+    call = {"prompt": "a ring", "output_type": "latent", **SMALL}
+    engine = small_pool(pipe, blocks_of(pipe, **call))
+    long = submit(pipe, deadline_s=FAR, **call)
+    assert engine._step()
+    short = submit(pipe, deadline_s=NEAR, **call)
+    with monkeypatch.context() as patch:
+        patch.setattr(PagedTensors, "swap_out", lambda *_: torch.empty(2**60))
+        assert engine._step()
+    assert engine.cancel(short)
+    with engine._condition:
+        engine._reap()
+    assert isinstance(long.error, StepFailedError)
+    assert engine.scheduler.memory.take_moves() == ()
+
+
 def take_along(mover: RowMover, row: Any, tensor: torch.Tensor) -> torch.Tensor:
     """As from a device that is not the CPU."""
     mover._away[row].append(tensor.clone())

@@ -453,8 +453,10 @@ class DiffusionEngine:
         while self._abandoned:
             self.cancel(self._abandoned.popleft())
         self.runner.move(self.scheduler.memory.take_moves())
-        for row, error in self.runner.take_lost().items():
-            self._end(row.request, RequestStatus.FAILED, error)
+        while lost := self.runner.take_lost():
+            for row, error in lost.items():
+                self._end(row.request, RequestStatus.FAILED, error)
+            self.runner.move(self.scheduler.memory.take_moves())  # which gives their pages back
         for state in self._ended:
             for row in state.rows:
                 row.let_go()
