@@ -15,6 +15,7 @@ from diffusers_continuous import ConfigError, ContinuousBatchingPipeline, Reques
 from diffusers_continuous.batch import InputBatch
 from diffusers_continuous.engine import DiffusionEngine
 from diffusers_continuous.memory import budget
+from diffusers_continuous.memory.block_pool import BlockPoolError
 from diffusers_continuous.memory.budget import LEAST_BYTES
 from diffusers_continuous.memory.host_swap import HostSwap, PagedTensors
 from diffusers_continuous.memory.row_state import RowMover, keep_texts, replace_tensors
@@ -373,6 +374,24 @@ def test_nothing_of_a_row_that_was_lost_waits_for_the_next_request(make_pipe, mo
         engine._reap()
     assert isinstance(long.error, StepFailedError)
     assert engine.scheduler.memory.take_moves() == ()
+
+
+def test_a_callback_of_a_row_that_was_lost_ends_with_what_lost_it(make_pipe, monkeypatch):
+    pipe = make_pipe()
+    call = {"prompt": "a ring", "output_type": "latent", **SMALL}
+    engine = small_pool(pipe, blocks_of(pipe, **call))
+    long = submit(pipe, deadline_s=FAR, callback_on_step_end=lambda *_: {}, **call)
+    assert engine._step()
+    due = long.future.take(0)
+    submit(pipe, deadline_s=NEAR, **call)
+    with monkeypatch.context() as patch:
+        patch.setattr(PagedTensors, "swap_out", lambda *_: torch.empty(2**60))
+        engine.runner.execute(engine._next_output())
+    with pytest.raises(BlockPoolError) as caught:  # there are no latents to show to the callback
+        due.run()
+    due.reply(None, caught.value)
+    assert isinstance(long.error, StepFailedError)
+    assert "its pages could not be moved" in str(long.error)
 
 
 def take_along(mover: RowMover, row: Any, tensor: torch.Tensor) -> torch.Tensor:

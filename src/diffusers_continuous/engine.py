@@ -563,7 +563,7 @@ class DiffusionEngine:
                 return
             state.is_in_callback = False
             if error is not None:
-                self._end(state, RequestStatus.FAILED, error)
+                self._end(state, RequestStatus.FAILED, self.runner.lost_of(state) or error)
                 return
             assert state.callback is not None
             try:

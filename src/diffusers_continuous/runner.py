@@ -249,10 +249,13 @@ class DiffusionModelRunner:
         self._mover.lost.clear()
         return lost
 
+    def lost_of(self, state: RequestState) -> StepFailedError | None:
+        """Why this request cannot go on, if pages of its rows could not be moved. Any thread may ask."""
+        lost = ((row, self._mover.lost.get(row)) for row in state.rows)
+        return next((_move_failure(row, error) for row, error in lost if error is not None), None)
+
     def _lost(self) -> Errors:
-        reason = "its pages could not be moved"
-        lost = self._mover.lost.items()
-        return {row: _failure(row, row.stage, f"{reason}: {error}", error) for row, error in lost}
+        return {row: _move_failure(row, error) for row, error in self._mover.lost.items()}
 
     # ------------------------------------------------------------------ one step
 
@@ -452,6 +455,10 @@ def _are_finite(tensors: Sequence[torch.Tensor]) -> list[bool]:
         return []
     finite: list[bool] = torch.isfinite(torch.stack([tensor.sum(dtype=torch.float32) for tensor in tensors])).tolist()
     return finite
+
+
+def _move_failure(row: Row, error: Exception) -> StepFailedError:
+    return _failure(row, row.stage, f"its pages could not be moved: {error}", error)
 
 
 def _failure(row: Row, stage: Stage, reason: str, cause: BaseException | None = None) -> StepFailedError:
