@@ -268,6 +268,15 @@ def test_one_bad_row_fails_alone_and_says_where(pipe, stock, method):
     assert_is_empty(engine)
 
 
+def test_a_bad_row_of_rows_that_share_a_noise_scheduler_is_the_one_that_is_named(make_pipe):
+    pipe = make_pipe()
+    pipe.scheduler = NOISE_SCHEDULERS["unipc"]  # it keeps what it had of all rows
+    engine = pipe.init_continuous_batching()
+    fail_for(engine, "denoise_step", lambda row: row.index == 1 and row.step == 2)
+    with pytest.raises(StepFailedError, match="row 1, failed in step 3 of 3: broken row"):
+        pipe("a ring", num_images_per_prompt=2, callback_on_step_end=lambda *_: {}, **SMALL)
+
+
 def test_out_of_memory_splits_the_batch_and_everybody_finishes(pipe, stock):
     engine = pipe.init_continuous_batching()
     model, sizes = engine.runner._model, []

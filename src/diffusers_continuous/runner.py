@@ -298,7 +298,8 @@ class DiffusionModelRunner:
             predictions.update(zip(part, self._forward(part), strict=True))
 
         self._isolating(Stage.DENOISE, rows, forward, errors)
-        good = [row for row in rows if row in predictions and row not in errors]
+        failed = {row.request for row in errors}  # as a whole: rows that share a noise scheduler step together or not
+        good = [row for row in rows if row in predictions and row.request not in failed]
         for sharing in _grouped(good, lambda row: id(row.noise_scheduler)):
             self._step(sharing, predictions, errors)
         self._check_finite([row for row in good if row not in errors], predictions, errors)
