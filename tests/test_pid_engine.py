@@ -14,6 +14,7 @@ from diffusers import QwenImagePipeline
 from conftest import assert_latents_equal, assert_pictures_equal, generator
 from diffusers_continuous import ContinuousBatchingPipeline, RequestError, StepFailedError
 from diffusers_continuous.errors import ConfigError, UnsupportedModelError
+from diffusers_continuous.memory.host_swap import PagedTensors
 from diffusers_continuous.pid import PiDDecoder, PiDScheduler, PiDTransformer2DModel
 from diffusers_continuous.pid.scheduling import DISTILLED_TIMES
 from test_pid import tiny_gemma, tiny_tokenizer
@@ -195,6 +196,28 @@ def test_a_step_that_ran_out_of_memory_halfway_is_taken_again_from_where_it_was(
         engine.start()
         outputs = [engine.get_result(request_id, timeout=120) for request_id in ids]
     assert engine.stats().num_batch_retries == 2
+    for request, output in zip(inputs, outputs, strict=True):
+        assert output.error is None
+        alone = decode_alone(pipe, output, request["prompt"], height=32, width=32)
+        assert (output.images - alone).abs().max() <= MAX_ABS
+
+
+def test_a_row_without_memory_for_its_new_picture_steps_again_with_the_same_noise(make_pipe, monkeypatch):
+    pipe = make_pipe(decoder=make_decoder())
+    put, calls = PagedTensors.put, []
+
+    def fail_once(self: PagedTensors, name: str, tensor: torch.Tensor) -> None:
+        calls.append(name)
+        if name == "sample" and calls.count(name) == 5:  # of the second of three; the noise of each was before
+            raise torch.OutOfMemoryError("no room")
+        put(self, name, tensor)
+
+    call = {"height": 32, "width": 32, "num_inference_steps": 2, "output_type": "pt"}
+    inputs = [{"prompt": prompt, "seed": i, **call} for i, prompt in enumerate(("red", "a cat", "a"))]
+    with monkeypatch.context() as patch:
+        patch.setattr(PagedTensors, "put", fail_once)
+        outputs = list(pipe.generate_batch(inputs).values())
+    assert pipe.engine.stats().num_batch_retries == 1
     for request, output in zip(inputs, outputs, strict=True):
         assert output.error is None
         alone = decode_alone(pipe, output, request["prompt"], height=32, width=32)

@@ -180,7 +180,7 @@ class PiDStage:
     def step(self, decoder: PiDDecoder, rows: Sequence[Row]) -> None:
         """One step of rows of one size that have begun; sets `image` of those for which it was the last.
 
-        All or nothing: after an error no row has moved, no noise is drawn and the step can be taken again.
+        After an error each row has moved or is as it was, its noise not drawn, and takes its next step when told to.
 
         Raises:
             ArithmeticError: when a prediction is not finite.
@@ -191,20 +191,23 @@ class PiDStage:
         states: list[PiDState] = [row.decode_state for row in rows]
         noise_schedulers = [copy.copy(state.noise_scheduler) for state in states]
         drawn = [state.generator.get_state() for state in states]
+        num_moved = 0
         try:
             samples = [
                 self._advance(row, scheduler, velocity)
                 for row, scheduler, velocity in zip(rows, noise_schedulers, velocities.split(1), strict=True)
             ]
+            for row, state, scheduler, sample in zip(rows, states, noise_schedulers, samples, strict=True):
+                state.sample = sample  # the last that can fail
+                state.noise_scheduler = scheduler
+                row.decode_step += 1
+                if row.decode_step == row.num_decode_steps:
+                    row.image, row.decode_state = sample[0].clamp(-1, 1), None
+                num_moved += 1
         except BaseException:
-            for state, before in zip(states, drawn, strict=True):
+            for state, before in list(zip(states, drawn, strict=True))[num_moved:]:
                 state.generator.set_state(before)
             raise
-        for row, state, scheduler, sample in zip(rows, states, noise_schedulers, samples, strict=True):
-            state.sample, state.noise_scheduler = sample, scheduler
-            row.decode_step += 1
-            if row.decode_step == row.num_decode_steps:
-                row.image, row.decode_state = sample[0].clamp(-1, 1), None
 
     def _advance(self, row: Row, noise_scheduler: PiDScheduler, velocity: torch.Tensor) -> torch.Tensor:
         state: PiDState = row.decode_state
