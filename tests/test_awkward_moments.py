@@ -29,6 +29,7 @@ from diffusers_continuous import (
 from diffusers_continuous import (
     engine as engine_module,
 )
+from diffusers_continuous.models.qwen_image import QwenImageStepModel
 from test_engine import SMALL, Gate, assert_is_empty
 
 WAIT_S = 60  # far above what anything here takes; only a hang reaches it
@@ -484,6 +485,30 @@ def test_what_a_draining_engine_has_yet_to_begin_sees_a_change(make_pipe, stock)
         assert_latents_equal(latents, stock("a ring", generator=generator(seed), **SMALL).images)
     engine.stop()
     assert "forward" not in vars(pipe.transformer)
+
+
+def test_engines_that_share_components_take_turns(make_pipe, monkeypatch):
+    denoise_step, inside, are_two = QwenImageStepModel.denoise_step, [], threading.Event()
+
+    def watched(self, batch):
+        inside.append(self)
+        if len(inside) > 1:
+            are_two.set()
+        are_two.wait(0.05)  # for the other one, if it may come
+        try:
+            return denoise_step(self, batch)
+        finally:
+            inside.remove(self)
+
+    monkeypatch.setattr(QwenImageStepModel, "denoise_step", watched)
+    first, second = make_pipe(), make_pipe()
+    calls = [in_thread(pipe, "a ring", **SMALL) for pipe in (first, second)]
+    while len(first._engine._active if first._engine else ()) < 1:
+        threading.Event().wait(0.001)
+    first._engine.stop(block=False)
+    calls.append(in_thread(first, "a ring", **SMALL))  # another engine, while the last one drains
+    assert [call.outcome().images.shape for call in calls] == [(1, 16, 64)] * 3
+    assert not are_two.is_set()
 
 
 def test_stop_with_a_timeout_fails_what_is_left_without_waiting_for_the_step(pipe):

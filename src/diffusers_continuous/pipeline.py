@@ -10,6 +10,7 @@ import contextlib
 import copy
 import functools
 import json
+import os
 import threading
 import uuid
 import weakref
@@ -138,7 +139,9 @@ class ContinuousBatchingMixin:
     def _make_engine(self, config: ContinuousBatchingConfig) -> DiffusionEngine:
         stats = StatsRecorder()
         model = QwenImageStepModel(self, functools.partial(get_backend, config.attention_backend), config)
-        runner = DiffusionModelRunner(model, self._execution_device, config, stats)
+        runner = DiffusionModelRunner(
+            model, self._execution_device, config, stats, lock=_step_lock_of(self.transformer)
+        )
         make_request = weakref.WeakMethod(self._make_request)
 
         def make(**arguments: Any) -> RequestState:
@@ -684,6 +687,19 @@ def _lock_of(pipe: Any) -> threading.RLock:
     """One lock per pipeline, made on first use: the stock constructors know nothing of it."""
     with _locks_guard:
         return pipe.__dict__.setdefault("_engine_lock", threading.RLock())
+
+
+# Of each transformer: engines that share one, of two pipelines or where the last one is still draining, take turns,
+# since components keep state while they run (LoRA scales, the VAE's cache, the tokenizer).
+_step_locks: weakref.WeakKeyDictionary[torch.nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_step_locks.clear)  # who holds one is not there
+
+
+def _step_lock_of(transformer: torch.nn.Module) -> threading.RLock:
+    """Held by an engine while it runs anything."""
+    with _locks_guard:
+        return _step_locks.setdefault(transformer, threading.RLock())
 
 
 def _stop_orphan(reference: weakref.ref[DiffusionEngine]) -> None:

@@ -48,6 +48,7 @@ class DiffusionModelRunner:
         config: How large the pool of pages is.
         stats: Told about every piece of work.
         clock: Seconds, the engine's.
+        lock: Shared with whoever else runs the same components.
 
     Attributes:
         lock: Held while anything runs; a callback's view of the VAE or the text encoder takes it too.
@@ -62,8 +63,9 @@ class DiffusionModelRunner:
         config: ContinuousBatchingConfig,
         stats: StatsRecorder,
         clock: Callable[[], float] = time.monotonic,
+        lock: threading.RLock | None = None,
     ) -> None:
-        self.lock = threading.RLock()
+        self.lock = threading.RLock() if lock is None else lock
         self.max_decode_tokens: Mapping[str, int] = {}
         self._model = model
         self._device = device
