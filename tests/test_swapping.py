@@ -19,7 +19,7 @@ from diffusers_continuous.memory.block_pool import BlockPoolError
 from diffusers_continuous.memory.budget import LEAST_BYTES
 from diffusers_continuous.memory.host_swap import HostSwap, PagedTensors
 from diffusers_continuous.memory.row_state import RowMover, keep_texts, replace_tensors
-from diffusers_continuous.pid import PiDScheduler
+from diffusers_continuous.pid import PiDDecoder, PiDScheduler
 from diffusers_continuous.request import RequestOutput, RequestState, RequestStatus, TextEmbeds
 from test_pid_engine import MAX_ABS, decode_alone, make_decoder
 
@@ -541,6 +541,32 @@ def test_the_probe_of_the_largest_step_runs(make_pipe):
     runner._model.denoise_step = lambda batch: sizes.append(batch.num_tokens) or denoise_step(batch)
     runner.warm_up()
     assert 40 < sizes[0] <= 64
+
+
+@pytest.mark.parametrize("max_decode_bytes", [0, 1, 10**7])
+@pytest.mark.parametrize("has_encoder", [True, False])
+def test_the_probe_decodes_with_pid_too_where_there_is_one(make_pipe, monkeypatch, has_encoder, max_decode_bytes):
+    decoder = make_decoder()
+    captions, pictures = [], []
+    encode, forward = PiDDecoder._encode, type(decoder.transformer).forward
+
+    def watched_encode(self: Any, texts: list[str]) -> torch.Tensor:
+        captions.extend(texts)
+        return encode(self, texts)
+
+    def watched_forward(self: Any, sample: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        pictures.append((tuple(sample.shape), kwargs["chunk"]))
+        return forward(self, sample, *args, **kwargs)
+
+    monkeypatch.setattr(PiDDecoder, "_encode", watched_encode)
+    monkeypatch.setattr(type(decoder.transformer), "forward", watched_forward)
+    if not has_encoder:
+        decoder.free_text_encoder()
+    pipe = make_pipe(decoder=decoder, max_batch_tokens=64, max_decode_bytes=max_decode_bytes)
+    pipe._engine.runner.warm_up()
+    assert captions == [""] * has_encoder
+    chunk = decoder.transformer.choose_chunk(448, 448, 1, max_decode_bytes, 8) if max_decode_bytes > 1 else None
+    assert pictures == ([((1, 3, 448, 448), chunk)] if max_decode_bytes != 1 else [])  # which no decode can do with
 
 
 def test_no_encoding_is_larger_than_the_one_that_the_pool_was_made_beside(make_pipe, monkeypatch):

@@ -216,12 +216,12 @@ class DiffusionModelRunner:
         return HostSwap(page_size, self._device, num_blocks, num_host_blocks)
 
     def warm_up(self) -> None:
-        """Denoise and encode as many tokens as a step may have, and decode one picture of usual size."""
+        """Denoise and encode as many tokens as a step may have, and decode one picture of usual size in every way."""
         with self.lock, torch.no_grad(), devices.current(self._device):
             large = self._model.example_row(self._config.max_batch_tokens)
             self._model.denoise_step(InputBatch.make([large], self._model))
             del large
-            self._model.post_decode([self._model.example_row(min(USUAL_TOKENS, self._config.max_batch_tokens))])
+            self._model.decode_examples(min(USUAL_TOKENS, self._config.max_batch_tokens))
             self._model.encode_examples()
 
     def make_ledger(self) -> PageLedger:

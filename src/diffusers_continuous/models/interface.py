@@ -170,6 +170,10 @@ class StepModel(Protocol):
         """Encode at least as much as is ever encoded at one time, of prompts that nobody made. Keeps nothing."""
         ...
 
+    def decode_examples(self, num_tokens: int) -> None:
+        """Take a decoding step of a picture of at most so many image tokens with every decoder that there is."""
+        ...
+
     def rotary(self, row: Row, is_negative: bool) -> torch.Tensor:
         """Rotary table of one branch: (text + image tokens, head_dim / 2), text first."""
         ...

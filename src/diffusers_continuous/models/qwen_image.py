@@ -244,7 +244,7 @@ class QwenImageStepModel:
     def encode_examples(self) -> None:
         """Encode the longest prompts, so many that no encoding is larger. Keeps nothing."""
         encoder = self._pipe.text_encoder
-        if encoder is None or (is_bare(encoder) and encoder.device != self.device):
+        if not _can_run(encoder, self.device):
             return  # it can encode nothing: requests bring their embeddings
         longest = self._max_encoder_tokens
         prompts = ["a " * longest] * math.ceil(self._config.max_batch_tokens / longest)
@@ -453,6 +453,27 @@ class QwenImageStepModel:
         for row, row_embeds in zip(rows, embeds.split(1), strict=True):
             self._pid.begin(decoder, row, row_embeds, negative)
 
+    def decode_examples(self, num_tokens: int) -> None:
+        """One picture by the VAE, and PiD's first step of another."""
+        self.post_decode([self.example_row(num_tokens)])
+        decoder = getattr(self._pipe, "decoder", None)
+        if decoder is None:
+            return
+        if decoder.has_text_encoder and _can_run(decoder.text_encoder, decoder._execution_device):
+            self._make_room(decoder.text_encoder)
+            decoder.encode_prompt("")  # all captions are filled up to one length
+        if _can_run(decoder.transformer, decoder._execution_device):
+            self._make_room(decoder.transformer)
+            with contextlib.suppress(ArithmeticError, RequestError):  # its requests will say so
+                self._pid_example(decoder, self.example_row(num_tokens))
+
+    def _pid_example(self, decoder: PiDDecoder, row: Row) -> None:
+        config = decoder.transformer.config
+        embeds = torch.zeros(1, config.txt_max_length, config.txt_embed_dim, device=decoder._execution_device)
+        row.decode_seed, row.noise_scheduler.sigmas = 0, torch.zeros(1)
+        self._pid.begin(decoder, row, embeds, embeds if decoder.default_guidance_scale != 1 else None)
+        self._pid.step(decoder, [row])
+
     def make_output(self, state: RequestState) -> Any:
         """All pictures of the request as the stock pipeline returns them: PIL list, array, tensor or packed latents."""
         if state.params.output_type == "latent":
@@ -492,6 +513,11 @@ class Moment:
     height: int
     width: int
     latent_preview: LatentPreview
+
+
+def _can_run(component: Any, device: torch.device) -> bool:
+    """False for one that is not there, or elsewhere with nothing that would bring it."""
+    return component is not None and not (is_bare(component) and component.device != device)
 
 
 def _missing_prompts(row: Row) -> list[str]:
