@@ -18,6 +18,7 @@ from diffusers_continuous.memory import budget
 from diffusers_continuous.memory.block_pool import BlockPool, BlockPoolError, PageLedger, Where
 from diffusers_continuous.memory.host_swap import HostSwap, PagedTensors
 from diffusers_continuous.memory.row_state import PagedText
+from diffusers_continuous.memory.token_limit import CALM_STEPS, TokenLimit
 from diffusers_continuous.request import TextEmbeds, in_pages
 from diffusers_continuous.scheduler import StepScheduler
 from test_scheduler import names, request, run_step
@@ -346,6 +347,50 @@ def test_host_memory_that_cannot_be_pinned_is_used_all_the_same(caplog):
     swap = HostSwap(PAGE, torch.device("meta"), 4, 2)
     assert swap.pages(is_out=True).shape == (2, PAGE)
     assert "no pinned host memory for 2 pages" in caplog.text
+
+
+def test_a_limit_rises_by_parts_of_the_most_and_never_above_it():
+    limit = TokenLimit(1000)
+    assert (limit.tokens, limit.is_lowered) == (1000, False)
+    limit.lower(600)
+    limit.lower(300)
+    limit.lower(700)  # what was too much is not allowed by a smaller shortage
+    seen = []
+    for _ in range(8 * CALM_STEPS):
+        limit.count_step()
+        seen.append(limit.tokens)
+    assert seen[:: CALM_STEPS // 2] == [
+        300,
+        300,
+        425,
+        425,
+        550,
+        550,
+        675,
+        675,
+        800,
+        800,
+        925,
+        925,
+        1000,
+        1000,
+        1000,
+        1000,
+    ]
+    assert not limit.is_lowered
+
+
+def test_a_shortage_makes_a_limit_wait_anew():
+    limit = TokenLimit(800)
+    limit.lower(400)
+    for _ in range(CALM_STEPS - 1):
+        limit.count_step()
+    limit.lower(400)
+    for _ in range(CALM_STEPS - 1):
+        limit.count_step()
+    assert limit.tokens == 400
+    limit.count_step()
+    assert limit.tokens == 500
 
 
 def test_the_ledger_needs_no_torch():

@@ -224,6 +224,70 @@ def test_a_row_without_memory_for_its_new_picture_steps_again_with_the_same_nois
         assert (output.images - alone).abs().max() <= MAX_ABS
 
 
+@pytest.mark.parametrize("algorithm", ["sde", "dpmsolver++"])
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_a_step_whose_result_finds_no_memory_draws_the_same_noise_again(make_pipe, monkeypatch, algorithm, num_rows):
+    monkeypatch.setattr("diffusers_continuous.pid.pipeline.UNDISTILLED_STEPS", 4)
+    times = DISTILLED_TIMES if algorithm == "sde" else None
+    pipe = make_pipe(decoder=make_decoder(PiDScheduler(algorithm_type=algorithm, t_list=times)))
+    call = {"prompt": "a cat", "height": 32, "width": 32, "num_inference_steps": 2, "output_type": "pt"}
+    inputs = [{**call, "seed": seed} for seed in range(num_rows)]
+    expected = [output.images for output in pipe.generate_batch(inputs).values()]
+    put, clamp, num_puts, refused = PagedTensors.put, torch.Tensor.clamp, [], []
+
+    def refuse() -> None:
+        refused.append(1)
+        raise torch.OutOfMemoryError("no room")
+
+    def put_without_room(self: Any, name: str, tensor: Any) -> None:
+        num_puts.extend([1] * (name == "sample"))
+        if name == "sample" and len(num_puts) == 2 * num_rows:  # the last row's first step
+            refuse()
+        put(self, name, tensor)
+
+    def clamp_without_room(self: Any, *args: Any) -> Any:
+        if args == (-1, 1) and len(refused) == 1:
+            refuse()
+        return clamp(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PagedTensors, "put", put_without_room)
+        patch.setattr(torch.Tensor, "clamp", clamp_without_room)
+        outputs = list(pipe.generate_batch(inputs).values())
+    assert len(refused) == 2
+    for output, images in zip(outputs, expected, strict=True):
+        assert output.error is None
+        assert (output.images - images).abs().max() <= (MAX_ABS if num_rows > 1 else 0)
+
+
+def test_what_other_pictures_keep_goes_before_a_row_fails_for_want_of_memory(make_pipe, monkeypatch):
+    pipe = make_pipe(decoder=make_decoder(), scheduler_type="fcfs")
+    engine = pipe._engine
+    call = {"height": 32, "width": 32, "num_inference_steps": 2, "output_type": "pt"}
+    calls = [{"prompt": "a cat", "seed": 1, **call}, {"prompt": "red", "seed": 2, "decoder": "vae", **call}]
+    expected = [output.images for output in make_pipe(decoder=make_decoder()).generate_batch(calls).values()]
+    long, short = (pipe._make_request(**arguments) for arguments in calls)
+    engine.submit(long)
+    while long.rows[0].decode_step < 1:
+        engine._step()
+    encode, kept = engine.runner._model.prepare_encode, []
+
+    def no_room_beside_heads(rows: Any) -> None:
+        kept.append(long.rows[0].decode_state.features.heads is not None)
+        if kept[-1]:
+            raise torch.OutOfMemoryError("no room")
+        encode(rows)
+
+    monkeypatch.setattr(engine.runner._model, "prepare_encode", no_room_beside_heads)
+    engine.submit(short)
+    while not (long.status.is_ending and short.status.is_ending):
+        engine._step()
+    assert kept == [True, False]
+    for state, images in zip((long, short), expected, strict=True):
+        assert state.error is None
+        assert torch.equal(state.future.result(0).images, images)
+
+
 def test_pictures_that_are_done_stay_when_memory_runs_out_behind_their_last_step(make_pipe, monkeypatch):
     pipe = make_pipe(decoder=make_decoder())
     engine = pipe.init_continuous_batching()

@@ -429,7 +429,7 @@ def test_a_move_that_ran_out_of_memory_is_carried_out_with_more_room(make_pipe, 
         return result
 
     monkeypatch.setattr(owner, name, full_at_first)
-    monkeypatch.setattr(devices, "empty_cache", lambda device: emptied.append(len(engine.runner._cached)))
+    monkeypatch.setattr(devices, "empty_cache", lambda device: emptied.append(len(engine.runner._caching)))
     states = [submit(pipe, seed=1, deadline_s=FAR, **call)]
     for deadline_s in (NEAR, NEAR / 2):
         assert engine._step()
@@ -517,7 +517,11 @@ def test_where_the_pool_finds_no_room_on_a_new_device_it_is_the_least_one(make_p
     finish(engine, submit(pipe, prompt="a ring", output_type="latent", **SMALL))
 
 
-def test_a_text_in_pages_is_brought_along_to_another_dtype(make_pipe):
+def no_room(*args: Any) -> None:
+    raise torch.OutOfMemoryError("no room")
+
+
+def test_a_text_in_pages_is_brought_along_to_another_dtype(make_pipe, monkeypatch):
     pipe = make_pipe(page_size=2**20)
     model = pipe._engine.runner._model
     (row,) = pipe._make_request(prompt="a ring", **SMALL).rows
@@ -527,7 +531,11 @@ def test_a_text_in_pages_is_brought_along_to_another_dtype(make_pipe):
     row.latents = latents.double()
     row.pages.enter((0, 1, 2))
     keep_texts(row)
-    model.prepare_denoise([row])
+    with monkeypatch.context() as patch:
+        patch.setattr("diffusers_continuous.models.qwen_image.TextEmbeds", no_room)
+        with pytest.raises(torch.OutOfMemoryError):
+            model.prepare_denoise([row])
+    model.prepare_denoise([row])  # tries again what ran out of memory
     assert type(row.text) is TextEmbeds
     assert torch.equal(row.text.embeds, embeds)
     keep_texts(row)

@@ -134,6 +134,11 @@ class PiDState:
     noise_scheduler: PiDScheduler
     generator: torch.Generator
 
+    @property
+    def has_heads(self) -> bool:
+        """True until the largest part of the features is dropped."""
+        return self.features.heads is not None
+
     def drop_heads(self) -> None:
         """Forget the largest part of the features, which can be made again wherever it is used."""
         self.features = replace(self.features, heads=None)
@@ -197,17 +202,23 @@ class PiDStage:
                 self._advance(row, scheduler, velocity)
                 for row, scheduler, velocity in zip(rows, noise_schedulers, velocities.split(1), strict=True)
             ]
-            for row, state, scheduler, sample in zip(rows, states, noise_schedulers, samples, strict=True):
-                state.sample = sample  # the last that can fail
-                state.noise_scheduler = scheduler
-                row.decode_step += 1
-                if row.decode_step == row.num_decode_steps:
-                    row.image, row.decode_state = sample[0].clamp(-1, 1), None
+            for row, scheduler, sample in zip(rows, noise_schedulers, samples, strict=True):
+                self._move_on(row, scheduler, sample)
                 num_moved += 1
         except BaseException:
-            for state, before in list(zip(states, drawn, strict=True))[num_moved:]:
+            for state, before in zip(states[num_moved:], drawn[num_moved:], strict=True):
                 state.generator.set_state(before)
             raise
+
+    def _move_on(self, row: Row, noise_scheduler: PiDScheduler, sample: torch.Tensor) -> None:
+        """What needs memory comes first, so that the row has moved wholly or not at all."""
+        state: PiDState = row.decode_state
+        if row.decode_step + 1 == row.num_decode_steps:
+            row.image, row.decode_state = sample[0].clamp(-1, 1), None
+        else:
+            state.sample = sample
+            state.noise_scheduler = noise_scheduler
+        row.decode_step += 1
 
     def _advance(self, row: Row, noise_scheduler: PiDScheduler, velocity: torch.Tensor) -> torch.Tensor:
         state: PiDState = row.decode_state

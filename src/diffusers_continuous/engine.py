@@ -384,7 +384,7 @@ class DiffusionEngine:
                 scheduler.cost_model.prediction_error(),
                 scheduler.memory.usage(),
                 scheduler.config.max_batch_tokens,
-                dict(self.runner.max_decode_tokens),
+                self.runner.max_decode_tokens,
             )
 
     def observe(self, observer: StatsObserver | None) -> None:
@@ -470,7 +470,7 @@ class DiffusionEngine:
                 state.is_in_callback = state.is_gang and not any(row in errors for row in state.rows)
             for work in self.runner.take_timings():
                 self.scheduler.cost_model.observe(*work)
-            self.scheduler.limit_tokens(self.runner.take_token_limit())
+            self.scheduler.limit_tokens(self.runner.max_batch_tokens)
             ended = self.scheduler.update_from_output(output, errors)
         for state in ended:
             self._finish(state)
@@ -501,6 +501,7 @@ class DiffusionEngine:
                 status = RequestStatus.FAILED
                 error = StepFailedError(f"request {state.request_id!r} failed after its decode stage: {problem}")
                 error.__cause__ = problem
+                traceback.clear_frames(problem.__traceback__)  # or whoever keeps the error would keep their tensors
         with self._condition:
             self._end(state, status, error, result)
 

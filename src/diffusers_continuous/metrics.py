@@ -62,10 +62,12 @@ class EngineStats:
         num_on_time: Requests that finished by their deadline.
         num_preemptions: How often a running row made way for others and waited again.
         prediction_error: Median relative error of the predicted durations lately, by kind of work.
-        num_batch_retries: Batches that failed as a whole and were run again in parts.
-        max_batch_tokens: Most tokens in a forward; less than configured once a batch has run out of memory.
+        num_batch_retries: Batches that failed as a whole and were run again in parts, and single rows, after they ran
+            out of memory.
+        max_batch_tokens: Most tokens in a forward; less than configured after a batch has run out of memory, until so
+            many steps went well that it is back, an eighth at a time.
         max_decode_tokens: Most image tokens decoded together, by decoder; only of one that has run out of memory with
-            several pictures.
+            several pictures, until as many went well again.
         num_blocks, num_used_blocks: Pages of the pool on the device, and how many have an owner.
         num_swapped_out_rows: Rows whose state is in host memory now.
         swapped_out_bytes, swapped_in_bytes: What went there, and came back, since the start.

@@ -178,6 +178,18 @@ class Row:
         self.text = self.negative_text = self.noise_pred = self.decode_state = self.image = None
         self.step_cache.clear()
 
+    @property
+    def has_caches(self) -> bool:
+        """True when there is anything that `drop_caches` would throw away."""
+        has_heads = self.decode_state is not None and self.decode_state.has_heads
+        return has_heads or any(cache.first is not None for cache in self.step_cache.values())
+
+    def drop_caches(self) -> None:
+        """Forget what can be made again wherever it is used."""
+        self.step_cache.clear()
+        if self.decode_state is not None:
+            self.decode_state.drop_heads()
+
     def drop_texts(self) -> None:
         """Denoising is over: give their pages to the decoder."""
         self.text = self.negative_text = None

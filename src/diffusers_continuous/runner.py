@@ -1,7 +1,7 @@
 """`DiffusionModelRunner`: the only code that runs a model. Knows rows and tensors, not queues, callers or policies.
 
 A row that fails ends alone: a batch that fails is run again in halves (out of memory) or row by row, and only a row
-that fails by itself is reported.
+that fails by itself is reported; one that runs out of memory, only when it does so twice, since that often passes.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import contextlib
 import logging
 import threading
 import time
+import traceback
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -26,6 +27,7 @@ from .memory.block_pool import BlockPool, Move, PageLedger
 from .memory.budget import LEAST_BYTES, check_pool, host_bytes, is_out_of_memory, pool_bytes
 from .memory.host_swap import HostSwap
 from .memory.row_state import RowMover, keep_texts
+from .memory.token_limit import TokenLimit
 from .metrics import StatsRecorder
 from .models.interface import StepModel
 from .request import RequestState, Row, SchedulerOutput, Stage
@@ -52,8 +54,6 @@ class DiffusionModelRunner:
 
     Attributes:
         lock: Held while anything runs; a callback's view of the VAE or the text encoder takes it too.
-        max_decode_tokens: Most image tokens that each decoder gets at one time; none for one that never ran out of
-            memory with several rows.
     """
 
     def __init__(
@@ -66,7 +66,6 @@ class DiffusionModelRunner:
         lock: threading.RLock | None = None,
     ) -> None:
         self.lock = threading.RLock() if lock is None else lock
-        self.max_decode_tokens: Mapping[str, int] = {}
         self._model = model
         self._device = device
         self._config = config
@@ -74,8 +73,9 @@ class DiffusionModelRunner:
         self._clock = clock
         self._compositions: dict[float, Composition] = {}  # by LoRA scale: such rows share a forward
         self._timings: list[Timing] = []
-        self._token_limit: int | None = None
-        self._cached: weakref.WeakSet[Row] = weakref.WeakSet()  # who may keep step caches
+        self._step_limit = TokenLimit(config.max_batch_tokens)
+        self._decode_limits: dict[str, TokenLimit] = {}  # of decoders that have run out of memory lately
+        self._caching: weakref.WeakSet[Row] = weakref.WeakSet()  # who may keep what can be made again
         self._compile()
         self._mover = RowMover(self._make_swap(), self._prepare, self._free_memory)
 
@@ -109,18 +109,23 @@ class DiffusionModelRunner:
         timings, self._timings = self._timings, []
         return timings
 
-    def take_token_limit(self) -> int | None:
-        """Tokens of the parts that batches which ran out of memory had to be cut into; None when none did lately."""
-        limit, self._token_limit = self._token_limit, None
-        return limit
+    @property
+    def max_batch_tokens(self) -> int:
+        """Most tokens that a step should have: the config's, or fewer where batches ran out of memory lately."""
+        return self._step_limit.tokens
+
+    @property
+    def max_decode_tokens(self) -> dict[str, int]:
+        """Most image tokens that each decoder gets at one time; none for one that has not run out of memory lately."""
+        return {decoder: limit.tokens for decoder, limit in self._decode_limits.copy().items()}
 
     def make_output(self, state: RequestState) -> Any:
         """The pictures of a finished request."""
-        return self._model.make_output(state)
+        return self._with_room(lambda: self._model.make_output(state))
 
     def latents_of(self, state: RequestState) -> torch.Tensor:
         """(rows, image tokens, channels) as they stand."""
-        return torch.stack([row.latents for row in state.rows])
+        return self._with_room(lambda: torch.stack([row.latents for row in state.rows]))
 
     def preview_of(self, state: RequestState) -> Callable[[], list[Any]] | None:
         """A function that draws what the model expects of every row now; nothing is computed before it is called.
@@ -273,14 +278,16 @@ class DiffusionModelRunner:
         self._stats.add_step(stage, rows, start, end, num_tokens)
         if self._stats.num_batch_retries == num_retries and not any(row in errors for row in rows):
             self._timings.append((kind_of(stage, rows[0]), rows, 1e3 * (end - start)))
+            self._raise_limit(stage, rows)
 
     def _decodable_together(self, rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
         """Rows of one size and decoder, as many at a time as memory has been there for."""
-        limit = self.max_decode_tokens.get(rows[0].request.params.decoder)
-        count = len(rows) if limit is None else max(1, limit // rows[0].num_image_tokens)
+        limit = self._decode_limits.get(rows[0].request.params.decoder)
+        count = len(rows) if limit is None else max(1, limit.tokens // rows[0].num_image_tokens)
         return (rows[start : start + count] for start in range(0, len(rows), count))
 
     def _decode(self, rows: Sequence[Row]) -> None:
+        self._caching.update(rows)
         self._model.post_decode(rows)
         sums = [row.image.sum(dtype=torch.float32) for row in rows if row.image is not None]
         if sums and not bool(torch.isfinite(torch.stack(sums)).all()):
@@ -296,7 +303,7 @@ class DiffusionModelRunner:
             for row in part:
                 keep_texts(row)
             if self._config.step_cache_threshold:
-                self._cached.update(part)
+                self._caching.update(part)
             predictions.update(zip(part, self._forward(part), strict=True))
 
         self._isolating(Stage.DENOISE, rows, forward, errors)
@@ -313,7 +320,9 @@ class DiffusionModelRunner:
                 metrics.num_prompt_tokens = row.text_tokens[0]
         self._told(Stage.DENOISE, rows, start, num_retries, errors)
 
-    def _check_finite(self, rows: Sequence[Row], predictions: dict[Row, torch.Tensor], errors: Errors) -> None:
+    def _check_finite(
+        self, rows: Sequence[Row], predictions: dict[Row, torch.Tensor], errors: Errors, is_retry: bool = False
+    ) -> None:
         """Fail rows whose step went wrong. This waits for the device, as nothing before it does: so the step is over.
 
         Latents are looked at after the last step only: of others, the next prediction shows it.
@@ -324,13 +333,13 @@ class DiffusionModelRunner:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            if len(rows) == 1:
+            if is_retry:
                 rows[0].step -= 1  # the step that failed is the one to name
                 errors[rows[0]] = _failure(rows[0], Stage.DENOISE, str(error), error)
-        if len(rows) > 1:
-            devices.empty_cache(self._device)
-            for row in rows:
-                self._check_finite([row], predictions, errors)
+                return
+        self._make_all_room()
+        for row in rows:
+            self._check_finite([row], predictions, errors, is_retry=len(rows) == 1)
 
     def _fail_what_is_not_finite(
         self, rows: Sequence[Row], predictions: dict[Row, torch.Tensor], errors: Errors
@@ -372,17 +381,24 @@ class DiffusionModelRunner:
                     row.step = step  # the step that failed is the one to name
                     errors[row] = _failure(row, Stage.DENOISE, "the noise scheduler failed", error)
                 return
-        self._stats.num_batch_retries += 1
-        self._free_memory()
+        self._make_all_room()
         self._step(rows, predictions, errors, is_retry=True)
 
     # ------------------------------------------------------------------ failures
 
     def _isolating(
-        self, stage: Stage, rows: Sequence[Row], work: Callable[[Sequence[Row]], None], errors: Errors
+        self,
+        stage: Stage,
+        rows: Sequence[Row],
+        work: Callable[[Sequence[Row]], None],
+        errors: Errors,
+        is_retry: bool = False,
     ) -> None:
-        """Run `work(rows)`; when it fails, run parts of it, down to the row that fails by itself."""
-        had_step_caches = any(map(_keeps_step_caches, self._cached))
+        """Run `work(rows)`; when it fails, run parts of it, down to the row that fails by itself.
+
+        After running out of memory a single row is tried once more, with all the room there is.
+        """
+        had_caches = any(row.has_caches for row in self._caching)
         try:
             work(rows)
         except EngineStoppedError:
@@ -390,45 +406,73 @@ class DiffusionModelRunner:
         except Exception as error:
             self._compositions.clear()
             ran_out = is_out_of_memory(error)
-            if len(rows) == 1 and not (ran_out and had_step_caches):
+            if len(rows) == 1 and (is_retry or not ran_out):
                 errors[rows[0]] = _failure(rows[0], stage, str(error) or type(error).__name__, error)
                 return
         else:
             return
         # Out of the handler: its traceback would keep the failed batch's tensors alive.
+        if len(rows) == 1:
+            self._make_all_room()
+            self._isolating(stage, rows, work, errors, is_retry=True)
+            return
         self._stats.num_batch_retries += 1
-        part = self._make_room(stage, rows, had_step_caches) if ran_out else 1
+        part = self._make_room(stage, rows, had_caches) if ran_out else 1
         devices.empty_cache(self._device)
         for start in range(0, len(rows), part):
             self._isolating(stage, rows[start : start + part], work, errors)
 
-    def _make_room(self, stage: Stage, rows: Sequence[Row], had_step_caches: bool) -> int:
+    def _with_room(self, work: Callable[[], T]) -> T:
+        """`work()`; once more, with all the room there is, where there was no memory for it."""
+        try:
+            return work()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        self._make_all_room()
+        return work()
+
+    def _make_all_room(self) -> None:
+        """Before the one more try that whoever cannot be parted gets."""
+        self._stats.num_batch_retries += 1
+        self._free_memory()
+
+    def _make_room(self, stage: Stage, rows: Sequence[Row], had_caches: bool) -> int:
         """Throw away what can be; how many of the rows may be tried together then: all, if that has helped."""
-        self._drop_step_caches()
-        if had_step_caches:
+        self._drop_caches()
+        if had_caches:
             return len(rows)
         part = (len(rows) + 1) // 2
         if stage is Stage.DENOISE:
-            num_tokens = sum(row.num_tokens for row in rows[:part])
-            self._token_limit = min(num_tokens, self._token_limit or num_tokens)
+            self._step_limit.lower(sum(row.num_tokens for row in rows[:part]))
         elif stage is Stage.DECODE:
-            decoder = rows[0].request.params.decoder
-            num_tokens = sum(row.num_image_tokens for row in rows[:part])
-            limit = min(num_tokens, self.max_decode_tokens.get(decoder, num_tokens))
-            self.max_decode_tokens = {**self.max_decode_tokens, decoder: limit}
+            size = rows[0].num_image_tokens
+            limit = self._decode_limits.setdefault(rows[0].request.params.decoder, TokenLimit(len(rows) * size))
+            limit.lower(part * size)
         return part
+
+    def _raise_limit(self, stage: Stage, rows: Sequence[Row]) -> None:
+        """A piece of work found memory at once: after some of them, more of it may be done together again."""
+        if stage is Stage.DENOISE:
+            self._step_limit.count_step()
+        decoder = rows[0].request.params.decoder
+        if stage is Stage.DECODE and decoder in self._decode_limits:
+            self._decode_limits[decoder].count_step()
+            if not self._decode_limits[decoder].is_lowered:
+                del self._decode_limits[decoder]
 
     def _free_memory(self) -> None:
         """Throw away what can be made again, and give back what nobody uses."""
         self._compositions.clear()
-        self._drop_step_caches()
+        self._model.drop_caches()
+        self._drop_caches()
         devices.empty_cache(self._device)
 
-    def _drop_step_caches(self) -> None:
+    def _drop_caches(self) -> None:
         """Everybody's, also where the step that failed has filled them."""
-        for row in self._cached:
-            row.step_cache.clear()
-        self._cached.clear()
+        for row in self._caching:
+            row.drop_caches()
+        self._caching.clear()
 
 
 def _grouped(rows: Iterable[Row], key: Callable[[Row], Hashable]) -> list[list[Row]]:
@@ -441,11 +485,6 @@ def _grouped(rows: Iterable[Row], key: Callable[[Row], Hashable]) -> list[list[R
 def _decodes_as(row: Row) -> tuple[str, int, int]:
     params = row.request.params
     return params.decoder, params.height, params.width
-
-
-def _keeps_step_caches(row: Row) -> bool:
-    """True when there is anything to throw away."""
-    return any(cache.first is not None for cache in row.step_cache.values())
 
 
 def _lora_scale(row: Row) -> float:
@@ -469,5 +508,7 @@ def _failure(row: Row, stage: Stage, reason: str, cause: BaseException | None = 
     if stage is Stage.DECODE and row.num_decode_steps > 1:
         where = f"step {row.decode_step + 1} of {row.num_decode_steps} of {where}"
     error = StepFailedError(f"request {row.request.request_id!r}, row {row.index}, failed in {where}: {reason}")
-    error.__cause__ = cause
+    if cause is not None:
+        error.__cause__ = cause
+        traceback.clear_frames(cause.__traceback__)  # or whoever keeps the error would keep the step's tensors
     return error

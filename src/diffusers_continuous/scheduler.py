@@ -186,10 +186,11 @@ class StepScheduler:
                 row.num_blocks = 0
         self._num_changes += 1
 
-    def limit_tokens(self, num_tokens: int | None) -> None:
-        """From now on at most so many tokens go into a batch: more have run out of memory. None changes nothing."""
-        if num_tokens is not None and num_tokens < self.config.max_batch_tokens:
+    def limit_tokens(self, num_tokens: int) -> None:
+        """From now on at most so many tokens go into a batch."""
+        if num_tokens != self.config.max_batch_tokens:
             self.config = dataclasses.replace(self.config, max_batch_tokens=num_tokens)
+            self._num_changes += 1
 
     def forget_texts(self) -> None:
         """The text encoder may have changed: waiting prompts that were encoded ahead are encoded again."""

@@ -117,9 +117,7 @@ class RowMover:
 
     def _send_out(self, row: Row, blocks: tuple[int, ...]) -> None:
         assert row.pages is not None
-        row.step_cache.clear()
-        if row.decode_state is not None:
-            row.decode_state.drop_heads()
+        row.drop_caches()
         if not row.pages.is_out:
             self.swapped_out_bytes += row.pages.swap_out(blocks)
         self._away.setdefault(row, [])

@@ -225,6 +225,10 @@ class StepModel(Protocol):
         """A small picture of a moment, worked out without decoding it."""
         ...
 
+    def drop_caches(self) -> None:
+        """Forget what it keeps to be faster and can make again: memory is short."""
+        ...
+
     def make_output(self, state: RequestState) -> Any:
         """The finished request's pictures in stock order, in the `output_type` that was asked for."""
         ...

@@ -131,12 +131,16 @@ class QwenImageStepModel:
         if transformer is not None:
             uninstall_packed_forward(transformer, self)
 
-    def _forget(self) -> None:
+    def drop_caches(self) -> None:
+        """Forget prompts and rotary tables."""
         self._prompts.clear()
+        self._rotary.clear()
+
+    def _forget(self) -> None:
+        self.drop_caches()
         decoder = getattr(self._pipe_ref(), "decoder", None)
         if decoder is not None:
             decoder.forget_captions()
-        self._rotary.clear()
         self._preview = LatentPreview()
         self._attention = self._device = None
 
@@ -293,12 +297,12 @@ class QwenImageStepModel:
             dtype = self._dtype_of(row)
             if (row.latents.device, row.latents.dtype) == (device, dtype):
                 continue
-            row.latents = row.latents.to(device, dtype)
             row.noise_scheduler.timesteps = row.noise_scheduler.timesteps.to(device)
             for name in ("text", "negative_text"):
                 text = getattr(row, name)
                 if text is not None:
                     setattr(row, name, TextEmbeds(text.embeds.to(device, dtype), text.width, text.positions))
+            row.latents = row.latents.to(device, dtype)  # last: they tell, to whoever tries again, what is done
 
     def _dtype_of(self, row: Row) -> torch.dtype:
         """Its own when it was submitted: the encoder's for a prompt, the transformer's for given embeddings."""
