@@ -386,7 +386,7 @@ def test_a_callback_of_a_row_that_was_lost_ends_with_what_lost_it(make_pipe, mon
     submit(pipe, deadline_s=NEAR, **call)
     with monkeypatch.context() as patch:
         patch.setattr(PagedTensors, "swap_out", lambda *_: torch.empty(2**60))
-        engine.runner.execute(engine._next_output())
+        engine.runner.execute(engine.runner.bring_in(engine._next_output()))
     with pytest.raises(BlockPoolError) as caught:  # there are no latents to show to the callback
         due.run()
     due.reply(None, caught.value)
@@ -441,6 +441,112 @@ def test_a_move_that_ran_out_of_memory_is_carried_out_with_more_room(make_pipe, 
     stats = engine.stats()
     assert stats.swapped_in_bytes == stats.swapped_out_bytes > 0
     assert (stats.num_used_blocks, stats.num_swapped_out_rows) == (0, 0)
+
+
+def crowded(pipe: ContinuousBatchingPipeline, monkeypatch: Any, **call: Any) -> tuple[Any, list[RequestState]]:
+    """An engine whose pool holds two of three: the first one is out after a step, the last one runs longest."""
+    engine = small_pool(pipe, 2 * blocks_of(pipe, **call))
+    monkeypatch.setattr(RowMover, "_take_along", take_along)
+    states = [submit(pipe, seed=1, deadline_s=FAR, **call)]
+    assert engine._step()
+    for num_steps in (2, SMALL["num_inference_steps"]):
+        states.append(submit(pipe, seed=1, deadline_s=NEAR, **{**call, "num_inference_steps": num_steps}))
+    return engine, states
+
+
+@pytest.mark.parametrize(("owner", "name"), [(PagedTensors, "enter"), (RowMover, "_bring_along")])
+def test_a_row_that_finds_no_memory_to_come_waits_while_others_go_on(make_pipe, monkeypatch, owner, name):
+    pipe = make_pipe()
+    use(pipe, "unipc")
+    call = {"prompt": "a cat", "output_type": "latent", **SMALL}
+    num_blocks = blocks_of(pipe, **call)
+    (alone,) = finish(pipe._engine, submit(pipe, seed=1, **call))
+    if name == "enter":
+        engine = small_pool(pipe, 2 * num_blocks)
+        states = [submit(pipe, seed=1, deadline_s=FAR, **call)]
+        assert engine._step()
+        states.append(submit(pipe, seed=1, deadline_s=NEAR, **call))
+        other, waiter = states
+    else:
+        engine, states = crowded(pipe, monkeypatch, **call)
+        waiter, _, other = states
+    work, refused = getattr(owner, name), []
+
+    def full_for_a_while(self: Any, *args: Any) -> None:
+        if len(refused) < 6:
+            refused.append((waiter.step, other.step))
+            raise torch.OutOfMemoryError("no room")
+        work(self, *args)
+
+    monkeypatch.setattr(owner, name, full_for_a_while)
+    outputs = finish(engine, *states)
+    (waiter_step, other_step) = refused[0]
+    assert refused == [(waiter_step, other_step + i // 2) for i in range(6)]
+    for output in (outputs[0], outputs[-1]):
+        assert torch.equal(output.latents, alone.latents)
+    assert engine.stats().swapped_in_bytes == engine.stats().swapped_out_bytes
+    assert not engine.runner._mover.waiting
+    assert not engine.runner._mover._away
+
+
+def test_what_finds_no_host_memory_stays_where_it_is(make_pipe, monkeypatch):
+    pipe = make_pipe()
+    use(pipe, "unipc")
+    call = {"prompt": "a cat", "output_type": "latent", **SMALL}
+    (alone,) = finish(pipe.init_continuous_batching(), submit(pipe, seed=1, **call))
+    engine, states = crowded(pipe, monkeypatch, **call)
+    monkeypatch.setattr(RowMover, "_take_along", lambda *_: torch.empty(2**60))
+    assert engine._step()
+    assert is_out(engine, states[0])
+    assert states[0].rows[0] in engine.runner._mover.waiting
+    outputs = finish(engine, *states)
+    assert torch.equal(outputs[0].latents, alone.latents)
+    assert engine.stats().num_used_blocks == engine.stats().num_swapped_out_rows == 0
+
+
+def test_a_row_that_never_finds_memory_to_come_fails_alone(make_pipe, monkeypatch):
+    pipe = make_pipe()
+    call = {"prompt": "a ring", "output_type": "latent", **SMALL}
+    engine, (bad, *good) = crowded(pipe, monkeypatch, **call)
+    monkeypatch.setattr(RowMover, "_bring_along", lambda *_: torch.empty(2**60))
+    finish(engine, *good)
+    assert bad.future.final is None  # as long as somebody else's end may give it room
+    step_until(engine, lambda: bad.future.final is not None)
+    assert_fails_alone(engine, bad, submit(pipe, seed=4, **call))
+    assert not engine.runner._mover.waiting
+
+
+def test_a_row_that_is_cancelled_while_it_waits_for_memory_leaves_nothing(make_pipe, monkeypatch):
+    pipe = make_pipe()
+    call = {"prompt": "a ring", "output_type": "latent", **SMALL}
+    engine, (waiter, *others) = crowded(pipe, monkeypatch, **call)
+    with monkeypatch.context() as patch:
+        patch.setattr(RowMover, "_bring_along", lambda *_: torch.empty(2**60))
+        step_until(engine, lambda: engine.runner._mover.waiting)
+        assert engine.cancel(waiter)
+        finish(engine, *others)
+    mover = engine.runner._mover
+    assert (mover.waiting, mover.lost, mover._away) == ({}, {}, {})
+    finish(engine, submit(pipe, seed=4, **call))
+
+
+def test_a_call_with_a_callback_waits_for_memory_as_a_whole(make_pipe, monkeypatch):
+    pipe = make_pipe()
+    call = {"prompt": "a ring", "num_images_per_prompt": 2, "output_type": "latent", **SMALL}
+    expected = pipe(generator=generator(3), **call).images
+    enter, num_tries, steps = PagedTensors.enter, [], []
+
+    def full_at_first(self: Any, *args: Any) -> None:
+        num_tries.append(1)
+        if len(num_tries) <= 2:
+            raise torch.OutOfMemoryError("no room")
+        enter(self, *args)
+
+    monkeypatch.setattr(PagedTensors, "enter", full_at_first)
+    callback = lambda pipeline, step, *_: steps.append(step) or {}  # noqa: E731
+    assert torch.equal(pipe(generator=generator(3), callback_on_step_end=callback, **call).images, expected)
+    assert steps == list(range(SMALL["num_inference_steps"]))
+    assert len(num_tries) == 4  # the first row's three and the second row's one
 
 
 def test_an_engine_stops_though_pages_cannot_be_moved(make_pipe, monkeypatch):

@@ -409,6 +409,7 @@ class DiffusionEngine:
         output = self._next_output()
         if output is None:
             return False
+        output = self.runner.bring_in(output)
         self._update(output, self.runner.execute(output))
         if not self.scheduler.has_requests():
             self.runner.release()

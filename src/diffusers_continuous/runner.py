@@ -7,6 +7,7 @@ that fails by itself is reported; one that runs out of memory, only when it does
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import threading
 import time
@@ -39,6 +40,9 @@ Timing = tuple[str, Sequence[Row], float]  # the kind of work, on which rows, ho
 T = TypeVar("T")
 # Of a 1024 x 1024 picture.
 USUAL_TOKENS = 4096
+# How often in a row nobody may be there to take a step, for want of memory to come, before who should take it fails:
+# a decoder of many steps takes turns with others' denoising, so once is not yet the end.
+MAX_EMPTY_STEPS = 4
 
 
 class DiffusionModelRunner:
@@ -73,6 +77,7 @@ class DiffusionModelRunner:
         self._clock = clock
         self._compositions: dict[float, Composition] = {}  # by LoRA scale: such rows share a forward
         self._timings: list[Timing] = []
+        self._num_empty_steps = 0
         self._step_limit = TokenLimit(config.max_batch_tokens)
         self._decode_limits: dict[str, TokenLimit] = {}  # of decoders that have run out of memory lately
         self._caching: weakref.WeakSet[Row] = weakref.WeakSet()  # who may keep what can be made again
@@ -87,9 +92,11 @@ class DiffusionModelRunner:
         return self._model.is_phased
 
     def execute(self, output: SchedulerOutput) -> Errors:
-        """Encode, decode and take one denoising step; hand back the rows that failed, with the reason."""
+        """Encode, decode and take one denoising step; hand back the rows that failed, with the reason.
+
+        Its moves are carried out already, by `bring_in`.
+        """
         with self.lock, torch.no_grad(), devices.current(self._device):
-            self.move(output.moves)
             errors = self._lost()
             encode = [row for row in output.encode if row not in errors]
             if encode:
@@ -245,6 +252,32 @@ class DiffusionModelRunner:
         with torch.no_grad(), devices.current(self._device):
             self._mover.carry_out(moves)
         self._stats.count_swaps(self._mover.swapped_out_bytes, self._mover.swapped_in_bytes)
+
+    def bring_in(self, output: SchedulerOutput) -> SchedulerOutput:
+        """Carry out its moves, and hand it back without the rows that find no memory for all they need to be here.
+
+        They go on later. When time and again nobody else has anything to do, whose end would give them room, they are
+        lost.
+        """
+        with self.lock:
+            self.move((*self._mover.waiting.values(), *output.moves))
+        waiting = {row for row in output.rows if row in self._mover.waiting}
+        if not waiting:
+            self._num_empty_steps = 0
+            return output
+        held = {row for leader in waiting for row in leader.gang}  # which steps together
+        here = dataclasses.replace(
+            output,
+            encode=tuple(row for row in output.encode if row not in waiting),
+            decode=tuple(row for row in output.decode if row not in waiting),
+            denoise=tuple(row for row in output.denoise if row not in held),
+        )
+        self._num_empty_steps = self._num_empty_steps + 1 if here.is_empty else 0
+        if self._num_empty_steps < MAX_EMPTY_STEPS:
+            return here
+        self._num_empty_steps = 0
+        self._mover.give_up(waiting)
+        return output
 
     def _prepare(self, row: Row) -> None:
         with contextlib.suppress(UnsupportedModelError):  # its first step will say so

@@ -61,7 +61,6 @@ class PagedTensors:
         self._own: dict[str, torch.Tensor] = {}
         self._spans: dict[str, Span] = {}
         self._blocks: tuple[int, ...] = ()
-        self._table = torch.zeros(0, dtype=torch.int64)
         self._known: dict[tuple[str, str], torch.Tensor | None] = {}  # worked out for this page table
 
     @property
@@ -88,7 +87,7 @@ class PagedTensors:
             if view is not None:
                 return view.to(self._swap.device, copy=True)
             span = self._spans[name]
-            data = self._swap.pages(self.is_out).index_select(0, self._table[span.first : span.stop])
+            data = self._swap.pages(self.is_out).index_select(0, self._page_index(name))
             tensor = data.view(-1)[: span.num_bytes].view(span.dtype).view(span.shape)
             return tensor.to(self._swap.device)
 
@@ -112,7 +111,7 @@ class PagedTensors:
                 view.copy_(tensor)
                 return
             pages = self._swap.pages(self.is_out)
-            pages.index_copy_(0, self._table[span.first : span.stop], self._as_pages(tensor, span, pages.device))
+            pages.index_copy_(0, self._page_index(name), self._as_pages(tensor, span, pages.device))
 
     def drop(self, *names: str) -> None:
         """Forget tensors, so that others may take their pages.
@@ -156,6 +155,15 @@ class PagedTensors:
                 self._known["view", name] = flat.view(span.dtype).view(span.shape) if is_one_piece else None
         return self._known["view", name]
 
+    def _page_index(self, name: str) -> torch.Tensor:
+        """(pages,) where they lie in the pool; made when it is used, so that moving takes no memory of the device."""
+        index = self._known.get(("pages", name))
+        if index is None:
+            span = self._spans[name]
+            blocks, device = self._blocks[span.first : span.stop], self._swap.pages(self.is_out).device
+            index = self._known["pages", name] = torch.tensor(blocks, dtype=torch.int64, device=device)
+        return index
+
     def _as_pages(self, tensor: torch.Tensor, span: Span, device: torch.device) -> torch.Tensor:
         """(pages, bytes of a page), the end of the last one filled with whatever was there."""
         data = tensor.to(device).contiguous().view(-1).view(torch.uint8)
@@ -171,7 +179,7 @@ class PagedTensors:
     def enter(self, blocks: tuple[int, ...]) -> None:
         """Take pages on the device, and put everything there."""
         with self._swap.lock:
-            self._take(blocks, self._swap.device)
+            self._take(blocks)
             own, self._own = self._own, {}
             for name, tensor in own.items():
                 self.put(name, tensor)
@@ -196,7 +204,7 @@ class PagedTensors:
         with self._swap.lock:
             self._own.clear()
             self._spans.clear()
-            self._take((), self._swap.device)
+            self._take(())
             self.is_out = False
 
     def _move(self, blocks: tuple[int, ...], is_out: bool) -> int:
@@ -204,12 +212,11 @@ class PagedTensors:
         with self._swap.lock:
             used = self._blocks[: self._num_used]
             self._swap.copy(used, self.is_out, blocks, is_out)
-            self._take(blocks, self._swap.pages(is_out).device)
+            self._take(blocks)
             self.is_out = is_out
             return len(used) * self._swap.page_size
 
-    def _take(self, blocks: tuple[int, ...], device: torch.device) -> None:
-        self._table = torch.tensor(blocks, dtype=torch.int64, device=device)
+    def _take(self, blocks: tuple[int, ...]) -> None:
         self._blocks = blocks
         self._known.clear()
         self.num_moves += 1

@@ -6,7 +6,7 @@ Knows rows and their tensors; who moves, and where to, is settled in the ledger.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -56,26 +56,41 @@ class RowMover:
 
     Attributes:
         swapped_out_bytes, swapped_in_bytes: What has moved so far, with what goes along beside the pages.
+        waiting: Rows that found no memory to move with all they have, and how they should have. Their pages have moved,
+            which takes none; what they keep beside them, or all of a newcomer, is still where it was, and may stay.
         lost: Rows whose move failed, and why. They have nothing in pages any more and cannot go on.
     """
 
     def __init__(self, swap: HostSwap, prepare: Callable[[Row], None], make_room: Callable[[], None]) -> None:
         self.swap = swap
         self.swapped_out_bytes = self.swapped_in_bytes = 0
+        self.waiting: dict[Row, Move] = {}
         self.lost: dict[Row, Exception] = {}
         self._prepare = prepare
         self._make_room = make_room
         self._away: dict[Row, list[torch.Tensor]] = {}  # what went along, as it lies in host memory now
 
     def carry_out(self, moves: Sequence[Move]) -> None:
-        """Do what the ledger has written down, in its order; a row that cannot be moved is `lost`, and it alone."""
+        """Do what the ledger has written down, in its order.
+
+        A row that only wants for memory is `waiting` if it can, one that cannot be moved is `lost`, and they alone.
+        """
         for move in moves:
             try:
                 self._try_twice(move)
             except EngineStoppedError:
                 raise
             except Exception as error:
-                self._lose(move.owner, error)
+                if is_out_of_memory(error) and _have_pages_moved(move):
+                    self.waiting[move.owner] = move
+                else:
+                    self._lose(move.owner, error)
+
+    def give_up(self, rows: Iterable[Row]) -> None:
+        """Those of the rows that are `waiting` are `lost`."""
+        for row in rows:
+            if self.waiting.pop(row, None) is not None:
+                self._lose(row, torch.OutOfMemoryError("no memory for what it keeps beside its pages"))
 
     def _try_twice(self, move: Move) -> None:
         """Carry it out; from where it got to, with more room, where there was no memory for it."""
@@ -89,6 +104,7 @@ class RowMover:
         self._carry_out(move)
 
     def _carry_out(self, move: Move) -> None:
+        self.waiting.pop(move.owner, None)
         if move.where is Where.NOWHERE:
             self._leave(move.owner)
         elif move.owner not in self.lost:
@@ -116,7 +132,8 @@ class RowMover:
         del vars(row)["latents"]
 
     def _send_out(self, row: Row, blocks: tuple[int, ...]) -> None:
-        assert row.pages is not None
+        if row.pages is None:
+            return  # it never came to have any
         row.drop_caches()
         if not row.pages.is_out:
             self.swapped_out_bytes += row.pages.swap_out(blocks)
@@ -159,6 +176,12 @@ class RowMover:
             text = getattr(row, name)
             if isinstance(text, PagedText) and name in pages:
                 setattr(row, name, TextEmbeds(text.embeds, text.width, text.positions))
+
+
+def _have_pages_moved(move: Move) -> bool:
+    """True where nothing is left to be done in pages that may be others' by now. A newcomer has none yet."""
+    pages = move.owner.pages
+    return move.where is not Where.NOWHERE and (pages is None or pages.is_out == (move.where is Where.HOST))
 
 
 def keep_texts(row: Row) -> None:
