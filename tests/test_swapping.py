@@ -522,7 +522,8 @@ def test_a_row_that_is_cancelled_while_it_waits_for_memory_leaves_nothing(make_p
     engine, (waiter, *others) = crowded(pipe, monkeypatch, **call)
     with monkeypatch.context() as patch:
         patch.setattr(RowMover, "_bring_along", lambda *_: torch.empty(2**60))
-        step_until(engine, lambda: engine.runner._mover.waiting)
+        step_until(engine, lambda: engine.runner._mover.waiting or waiter.status.is_ending)
+        assert engine.runner._mover.waiting
         assert engine.cancel(waiter)
         finish(engine, *others)
     mover = engine.runner._mover
