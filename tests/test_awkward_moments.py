@@ -467,6 +467,23 @@ def test_a_draining_engine_is_waited_for_before_a_change(pipe, stock):
     )
 
 
+def test_a_change_waits_for_a_draining_engine_behind_the_present_one(pipe):
+    engine = pipe.init_continuous_batching()
+    gate = Gate(engine, at_step=2)
+    request_id = engine.add_request(prompt="a ring", **SMALL)
+    engine.start()
+    assert gate.reached.wait(WAIT_S)
+    engine.stop(block=False)
+    assert pipe("a star", **SMALL).images.shape == (1, 16, 64)
+    assert pipe.engine is not engine
+    moving = in_thread(pipe.to, "cpu")
+    moving.join(0.1)
+    assert moving.is_alive()
+    gate.opened.set()
+    assert moving.outcome() is pipe
+    assert engine.get_result(request_id, timeout=WAIT_S).status is RequestStatus.FINISHED
+
+
 def test_what_a_draining_engine_has_yet_to_begin_sees_a_change(make_pipe, stock):
     pipe = make_pipe(max_requests_per_batch=1)
     engine = pipe._engine

@@ -132,9 +132,17 @@ class ContinuousBatchingMixin:
                     "this pipeline has an engine already, from its first call or from you: pipe.engine.stop() ends it"
                 )
             engine = self._make_engine(config)
+            self._remember_what_drains()
             self.__dict__["_engine"] = engine
             self.__dict__["_config_of_engine"] = config
             return engine
+
+    def _remember_what_drains(self) -> None:
+        """The last engine is about to be replaced, and may have requests to finish; its thread keeps it until then."""
+        older = [reference for reference in self.__dict__.get("_older_engines", ()) if reference() is not None]
+        if self._engine is not None:
+            older.append(weakref.ref(self._engine))
+        self.__dict__["_older_engines"] = older
 
     def _make_engine(self, config: ContinuousBatchingConfig) -> DiffusionEngine:
         stats = StatsRecorder()
@@ -443,10 +451,18 @@ class ContinuousBatchingMixin:
 
     # ------------------------------------------------------------------ shared state
 
-    def _exclusively(self) -> contextlib.AbstractContextManager[None]:
-        """Nothing runs inside; without an engine there is nothing to wait for."""
-        engine = self.__dict__.get("_engine")
-        return contextlib.nullcontext() if engine is None else engine.exclusive()
+    @contextlib.contextmanager
+    def _exclusively(self) -> Iterator[None]:
+        """Nothing of this pipeline runs inside; without an engine there is nothing to wait for."""
+        engines = [
+            *(reference() for reference in self.__dict__.get("_older_engines", ())),
+            self.__dict__.get("_engine"),
+        ]
+        with contextlib.ExitStack() as stack:
+            for engine in engines:
+                if engine is not None:
+                    stack.enter_context(engine.exclusive())
+            yield
 
     def __setattr__(self, name: str, value: Any) -> None:
         is_component = name != "scheduler" and name in getattr(self, "config", {}) and name in self.__dict__
