@@ -404,7 +404,9 @@ def test_who_holds_an_unread_stream_is_served_while_a_change_waits_for_that(pipe
     assert moving.outcome() is pipe
 
 
-def test_stop_does_not_wait_for_a_callback_whose_thread_has_ended(pipe):
+@pytest.fixture
+def left_stream(pipe):
+    """A stream whose callback is due in a thread that has ended."""
     streams = []
 
     def leave():
@@ -413,9 +415,22 @@ def test_stop_does_not_wait_for_a_callback_whose_thread_has_ended(pipe):
             threading.Event().wait(0.001)
 
     in_thread(leave).outcome()
+    return streams[0]
+
+
+def test_stop_does_not_wait_for_a_callback_whose_thread_has_ended(pipe, left_stream):
     stopping = in_thread(pipe._engine.stop)  # in another thread, so it has another identity
     stopping.outcome()
-    assert isinstance(list(streams[0])[-1].error, EngineStoppedError)
+    assert isinstance(list(left_stream)[-1].error, EngineStoppedError)
+
+
+def test_a_change_does_not_wait_for_a_callback_whose_thread_has_ended(pipe, left_stream, monkeypatch):
+    monkeypatch.setattr(engine_module, "REAP_EVERY_S", 0.01)
+    refused = in_thread(pipe.to, "cpu").outcome()
+    assert isinstance(refused, RuntimeError)
+    assert "read or close it first" in str(refused)
+    assert list(left_stream)[-1].status is RequestStatus.FINISHED
+    assert in_thread(pipe.to, "cpu").outcome() is pipe
 
 
 # ---------------------------------------------------------------------- pausing and stopping

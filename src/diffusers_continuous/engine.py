@@ -89,6 +89,7 @@ class DiffusionEngine:
         self._is_hard_stop = False
         self._abandoned: deque[RequestState] = deque()
         self._ended: list[RequestState] = []
+        self._waits_for_nobody = False  # a callback is due in a thread that has ended
         self._stopping_threads: list[threading.Thread] = []  # who waits for the loop's end
         self._make_locks()
         scheduler.is_phased = runner.is_phased
@@ -180,7 +181,7 @@ class DiffusionEngine:
 
         Raises:
             RuntimeError: where what runs could not finish first: inside a callback, under this thread's own `pause`,
-                or while a stream of this thread waits for its callback to be run.
+                or while a stream of this thread, or of one that has ended, waits for its callback to be run.
         """
         if self._is_mine():
             raise RuntimeError("shared components cannot be changed inside callback_on_step_end: its request uses them")
@@ -229,6 +230,10 @@ class DiffusionEngine:
         me = threading.current_thread()
         if any(state.is_in_callback and state.caller_thread is me for state in self._active.values()):
             raise RuntimeError("a stream of this thread waits for its callback to be run: finish or close it first")
+        if self._waits_for_nobody:
+            raise RuntimeError(
+                "a stream whose thread has ended waits for its callback to be run: read or close it first"
+            )
         return False
 
     def _held(self) -> int:
@@ -418,7 +423,7 @@ class DiffusionEngine:
     def _next_output(self) -> SchedulerOutput | None:
         """Wait until there is something to do, and decide what; None when the loop is to end."""
         with self._condition:
-            self._is_in_step = False
+            self._is_in_step = self._waits_for_nobody = False
             self._condition.notify_all()
             idle_since = self.clock()
             while True:
@@ -445,6 +450,8 @@ class DiffusionEngine:
         if self._stopping_threads:
             self._fail_callbacks_of_nobody(self._stopping_threads)
         threads = {state.caller_thread for state in self._active.values() if state.is_in_callback}
+        self._waits_for_nobody = any(thread is not None and not thread.is_alive() for thread in threads)
+        self._condition.notify_all()
         for state in self._active.values():
             if state.caller_thread in threads and not (state.is_in_callback or state.passes_hold):
                 self.scheduler.let_pass(state)
