@@ -394,6 +394,19 @@ def test_a_callback_of_a_row_that_was_lost_ends_with_what_lost_it(make_pipe, mon
     assert "its pages could not be moved" in str(long.error)
 
 
+def test_a_finished_row_whose_pages_could_not_be_given_back_says_so(make_pipe):
+    pipe = make_pipe()
+    call = {"prompt": "a ring", "output_type": "latent", **SMALL}
+    engine = small_pool(pipe, blocks_of(pipe, **call))
+    state = submit(pipe, **call)
+    step_until(engine, lambda: state.step == 2)
+    engine.runner._mover._lose(state.rows[0], OSError("the bus is off"))
+    state.status = RequestStatus.FINISHED
+    engine._finish(state)
+    assert isinstance(state.error, StepFailedError)
+    assert "its pages could not be moved: the bus is off" in str(state.error)
+
+
 def take_along(mover: RowMover, row: Any, tensor: torch.Tensor) -> torch.Tensor:
     """As from a device that is not the CPU."""
     mover._away[row].append(tensor.clone())

@@ -507,8 +507,10 @@ class DiffusionEngine:
                 }
             except Exception as problem:
                 status = RequestStatus.FAILED
-                error = StepFailedError(f"request {state.request_id!r} failed after its decode stage: {problem}")
-                error.__cause__ = problem
+                error = self.runner.lost_of(state)
+                if error is None:
+                    error = StepFailedError(f"request {state.request_id!r} failed after its decode stage: {problem}")
+                    error.__cause__ = problem
                 traceback.clear_frames(problem.__traceback__)  # or whoever keeps the error would keep their tensors
         with self._condition:
             self._end(state, status, error, result)
