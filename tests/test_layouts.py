@@ -360,7 +360,7 @@ def step_cached():
 @pytest.mark.parametrize("layout", ["padded", "tiled"])
 def test_a_step_cache_sees_packed_rows_and_decides_as_ever(make_pipe, step_cached, layout):
     calls, expected = step_cached
-    pipe = make_pipe(batch_layout=layout, step_cache_threshold=0.12)
+    pipe = make_pipe(batch_layout=layout, step_cache_threshold=0.12, scheduler_type="fcfs")
     outputs, layouts = draw_together(pipe, calls, output_type="latent")
     for output, latents in zip(outputs, expected, strict=True):
         assert_latents_equal(output.latents, latents)
