@@ -330,6 +330,14 @@ def test_a_text_that_somebody_reads_stays_when_its_pages_become_others():
     assert torch.equal(embeds, text.embeds)
 
 
+def test_who_leaves_twice_keeps_its_tensors():
+    latents = torch.randn(2, 8)
+    pages = paged(HostSwap(PAGE, CPU, 1, 1), (0,), latents=latents)
+    for _ in range(2):
+        pages.leave()
+        assert torch.equal(pages.get("latents"), latents)
+
+
 def test_a_tensor_is_read_while_its_pages_are_taken_away():
     latents = torch.randn(2, 8)
     pages = [None, paged(HostSwap(PAGE, CPU, 1, 1), (0,), latents=latents)]

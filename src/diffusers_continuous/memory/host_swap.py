@@ -195,7 +195,7 @@ class PagedTensors:
     def leave(self) -> None:
         """Give the pages back; the tensors are the owner's own again."""
         with self._swap.lock:
-            own = {name: self.get(name) for name in self._spans}
+            own = {name: self.get(name) for name in (*self._own, *self._spans)}  # it may be tried twice
             self.forget()
             self._own = own
 
