@@ -374,6 +374,7 @@ def test_nothing_of_a_row_that_was_lost_waits_for_the_next_request(make_pipe, mo
         engine._reap()
     assert isinstance(long.error, StepFailedError)
     assert engine.scheduler.memory.take_moves() == ()
+    assert repr(long.rows[0]) == f"<row 0 of request {long.request_id!r}>"  # which reads none of its tensors
 
 
 def test_a_callback_of_a_row_that_was_lost_ends_with_what_lost_it(make_pipe, monkeypatch):

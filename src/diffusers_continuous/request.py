@@ -131,7 +131,7 @@ def in_pages(name: str) -> Callable[[type[T]], type[T]]:
 
 
 @in_pages("latents")
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Row:
     """One picture on its way: its latents, its own noise scheduler, its text, its place in the schedule.
 
@@ -172,6 +172,10 @@ class Row:
     decode_state: Any = None
     image: torch.Tensor | None = None
     row_id: int = field(default_factory=lambda: next(_row_ids))
+
+    def __repr__(self) -> str:
+        """Its name: its tensors are long, and may be in nobody's pages any more."""
+        return f"<row {self.index} of request {self.request.request_id!r}>"
 
     def let_go(self) -> None:
         """Forget everything that only a row under way needs."""
