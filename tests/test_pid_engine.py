@@ -17,6 +17,8 @@ from diffusers_continuous.errors import ConfigError, UnsupportedModelError
 from diffusers_continuous.memory.host_swap import PagedTensors
 from diffusers_continuous.pid import PiDDecoder, PiDScheduler, PiDTransformer2DModel
 from diffusers_continuous.pid.scheduling import DISTILLED_TIMES
+from test_awkward_moments import in_thread
+from test_engine import Gate
 from test_pid import tiny_gemma, tiny_tokenizer
 
 CONFIG = {
@@ -454,6 +456,23 @@ def test_a_decoder_that_requests_wait_for_stays(make_pipe):
     thread.join()
     assert "wait for PiDDecoder" in str(errors[0])
     assert all(engine.get_result(request_id).error is None for request_id in ids)
+
+
+def test_a_decoder_that_requests_of_a_draining_engine_wait_for_stays(make_pipe):
+    pipe = make_pipe(decoder=make_decoder())
+    engine = pipe.init_continuous_batching(max_requests_per_batch=1)
+    gate = Gate(engine, at_step=2)
+    ids = [engine.add_request(prompt="a", height=32, width=32, num_inference_steps=2) for _ in range(2)]
+    engine.start()
+    assert gate.reached.wait(30)
+    engine.stop(block=False)
+    assert pipe.init_continuous_batching() is not engine
+    taking_away = in_thread(setattr, pipe, "decoder", None)
+    while not engine.scheduler.is_holding:
+        threading.Event().wait(0.001)
+    gate.opened.set()
+    assert "wait for PiDDecoder" in str(taking_away.outcome())
+    assert [engine.get_result(request_id, timeout=30).error for request_id in ids] == [None, None]
 
 
 @pytest.mark.parametrize(

@@ -454,15 +454,15 @@ class ContinuousBatchingMixin:
     @contextlib.contextmanager
     def _exclusively(self) -> Iterator[None]:
         """Nothing of this pipeline runs inside; without an engine there is nothing to wait for."""
-        engines = [
-            *(reference() for reference in self.__dict__.get("_older_engines", ())),
-            self.__dict__.get("_engine"),
-        ]
         with contextlib.ExitStack() as stack:
-            for engine in engines:
-                if engine is not None:
-                    stack.enter_context(engine.exclusive())
+            for engine in self._engines():
+                stack.enter_context(engine.exclusive())
             yield
+
+    def _engines(self) -> list[DiffusionEngine]:
+        """The present one, if there is one, and before it those that may still drain."""
+        older = (reference() for reference in self.__dict__.get("_older_engines", ()))
+        return [engine for engine in (*older, self.__dict__.get("_engine")) if engine is not None]
 
     def __setattr__(self, name: str, value: Any) -> None:
         is_component = name != "scheduler" and name in getattr(self, "config", {}) and name in self.__dict__
@@ -476,8 +476,7 @@ class ContinuousBatchingMixin:
             super().__setattr__(name, value)
 
     def _check_nobody_waits_for(self, decoder: PiDDecoder | None) -> None:
-        engine = self.__dict__.get("_engine")
-        waiting = () if engine is None else (*engine.scheduler.waiting, *engine.scheduler.late)
+        waiting = [row for engine in self._engines() for row in (*engine.scheduler.waiting, *engine.scheduler.late)]
         num_waiting = len({id(row.request) for row in waiting if row.request.params.decoder == "pid"})
         if num_waiting:
             raise RuntimeError(f"{num_waiting} requests wait for {type(decoder).__name__}; let them finish first")
