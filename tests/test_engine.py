@@ -405,6 +405,23 @@ def test_a_result_that_ran_out_of_memory_is_made_again(make_pipe, monkeypatch, v
     assert len(num_tries) == 2
 
 
+def test_room_for_a_result_is_made_between_others_steps(pipe, monkeypatch):
+    runner = pipe.init_continuous_batching().runner
+    num_tries, is_mine = [], []
+
+    def full_at_first(state):
+        num_tries.append(1)
+        if len(num_tries) == 1:
+            raise torch.OutOfMemoryError("no room")
+        return make_output(state)
+
+    make_output = runner._model.make_output
+    monkeypatch.setattr(runner._model, "make_output", full_at_first)
+    monkeypatch.setattr(runner._model, "drop_caches", lambda: is_mine.append(runner.lock._is_owned()))
+    pipe("a ring", callback_on_step_end=lambda *_: {}, **SMALL)  # whose last callback's thread makes the result
+    assert (len(num_tries), is_mine) == (2, [True])
+
+
 @pytest.mark.parametrize("verb", ["denoise_step", "post_decode"])
 def test_a_limit_rises_again_after_a_shortage_that_passed(pipe, monkeypatch, verb):
     engine = pipe.init_continuous_batching(max_batch_tokens=120, scheduler_type="fcfs")

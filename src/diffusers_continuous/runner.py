@@ -462,7 +462,8 @@ class DiffusionModelRunner:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-        self._make_all_room()
+        with self.lock:  # the thread that ran a last callback may be here, in the middle of others' step
+            self._make_all_room()
         return work()
 
     def _make_all_room(self) -> None:
