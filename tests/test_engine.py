@@ -422,6 +422,17 @@ def test_room_for_a_result_is_made_between_others_steps(pipe, monkeypatch):
     assert (len(num_tries), is_mine) == (2, [True])
 
 
+def test_nobody_is_asked_for_caches_who_has_none(make_pipe):
+    pipe = make_pipe(step_cache_threshold=0.5)
+    gc.disable()
+    try:
+        for _ in range(3):
+            pipe("a ring", **{**SMALL, "output_type": "pt"})
+            assert len(pipe._engine.runner._caching) <= 1
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("verb", ["denoise_step", "post_decode"])
 def test_a_limit_rises_again_after_a_shortage_that_passed(pipe, monkeypatch, verb):
     engine = pipe.init_continuous_batching(max_batch_tokens=120, scheduler_type="fcfs")

@@ -431,7 +431,9 @@ class DiffusionModelRunner:
 
         After running out of memory a single row is tried once more, with all the room there is.
         """
-        had_caches = any(row.has_caches for row in self._caching)
+        # Rows that have ended stay until a garbage collection, which is seldom; every step would ask them all.
+        self._caching.difference_update([row for row in self._caching if not row.has_caches])
+        had_caches = bool(self._caching)
         try:
             work(rows)
         except EngineStoppedError:
