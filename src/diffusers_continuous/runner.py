@@ -260,6 +260,8 @@ class DiffusionModelRunner:
         lost.
         """
         with self.lock:
+            if self._num_empty_steps == MAX_EMPTY_STEPS - 1:
+                self._free_memory()  # for the last try
             self.move((*self._mover.waiting.values(), *output.moves))
         waiting = {row for row in output.rows if row in self._mover.waiting}
         if not waiting:

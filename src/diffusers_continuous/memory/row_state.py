@@ -93,12 +93,16 @@ class RowMover:
                 self._lose(row, torch.OutOfMemoryError("no memory for what it keeps beside its pages"))
 
     def _try_twice(self, move: Move) -> None:
-        """Carry it out; from where it got to, with more room, where there was no memory for it."""
+        """Carry it out; from where it got to, with more room, where there was no memory for it.
+
+        A row that is `waiting` comes with every step, and has what others give back: for it nothing more is freed.
+        """
+        has_waited = self.waiting.get(move.owner) is move
         try:
             self._carry_out(move)
             return
         except Exception as error:
-            if not is_out_of_memory(error):
+            if has_waited or not is_out_of_memory(error):
                 raise
         self._make_room()
         self._carry_out(move)
