@@ -532,6 +532,35 @@ def test_a_row_that_never_finds_memory_to_come_fails_alone(make_pipe, monkeypatc
     assert not engine.runner._mover.waiting
 
 
+def test_a_row_that_finds_no_memory_to_come_waits_for_who_is_in_a_callback(make_pipe, monkeypatch):
+    pipe = make_pipe()
+    call = {"prompt": "a ring", "output_type": "latent", **SMALL}
+    engine = small_pool(pipe, 2 * blocks_of(pipe, **call))
+    other = submit(pipe, callback_on_step_end=lambda *_: {}, **call)
+    assert engine._step()
+    enter, refused = PagedTensors.enter, []
+
+    def full_until_the_other_has_ended(self: Any, *args: Any) -> None:
+        if other.future.final is None:
+            refused.append(other.step)
+            raise torch.OutOfMemoryError("no room")
+        enter(self, *args)
+
+    def answer(is_reached: Any, timeout: float) -> bool:
+        """What the caller's thread does meanwhile."""
+        due = other.future.take(0)
+        due.reply(due.run(), None)
+        return is_reached()
+
+    monkeypatch.setattr(PagedTensors, "enter", full_until_the_other_has_ended)
+    monkeypatch.setattr(engine._condition, "wait_for", answer)
+    waiter = submit(pipe, **call)
+    step_until(engine, lambda: waiter.future.final is not None)
+    assert waiter.error is None
+    assert other.error is None
+    assert set(refused) == set(range(1, SMALL["num_inference_steps"] + 1))
+
+
 def test_a_row_that_is_cancelled_while_it_waits_for_memory_leaves_nothing(make_pipe, monkeypatch):
     pipe = make_pipe()
     call = {"prompt": "a ring", "output_type": "latent", **SMALL}

@@ -415,10 +415,19 @@ class DiffusionEngine:
         if output is None:
             return False
         output = self.runner.bring_in(output)
+        if output.is_empty:
+            self._wait_for_a_callback()
         self._update(output, self.runner.execute(output))
         if not self.scheduler.has_requests():
             self.runner.release()
         return True
+
+    def _wait_for_a_callback(self) -> None:
+        """Who found no memory to come goes on when others have ended: also those that are in their callbacks now."""
+        with self._condition:
+            called = [state for state in self._active.values() if state.is_in_callback]
+            if called:
+                self._condition.wait_for(lambda: not all(state.is_in_callback for state in called), REAP_EVERY_S)
 
     def _next_output(self) -> SchedulerOutput | None:
         """Wait until there is something to do, and decide what; None when the loop is to end."""
