@@ -520,6 +520,27 @@ def test_what_finds_no_host_memory_stays_where_it_is(make_pipe, monkeypatch):
     assert engine.stats().num_used_blocks == engine.stats().num_swapped_out_rows == 0
 
 
+def test_a_row_that_waits_for_host_memory_gathers_none_meanwhile(make_pipe, monkeypatch):
+    pipe = make_pipe()
+    use(pipe, "unipc")
+    engine, states = crowded(pipe, monkeypatch, prompt="a cat", output_type="latent", **SMALL)
+    num_taken = []
+
+    def full_after_one(mover: RowMover, row: Any, tensor: torch.Tensor) -> torch.Tensor:
+        num_taken.append(1)
+        if len(num_taken) % 2 == 0:
+            raise torch.OutOfMemoryError("no room")
+        return take_along(mover, row, tensor)
+
+    monkeypatch.setattr(RowMover, "_take_along", full_after_one)
+    for _ in range(2):
+        assert engine._step()
+        (row,) = states[0].rows
+        assert engine.runner._mover._away[row] == []
+    assert row in engine.runner._mover.waiting
+    assert len(num_taken) == 6  # two tries, then one
+
+
 def test_a_row_that_never_finds_memory_to_come_fails_alone(make_pipe, monkeypatch):
     pipe = make_pipe()
     call = {"prompt": "a ring", "output_type": "latent", **SMALL}

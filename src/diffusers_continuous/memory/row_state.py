@@ -141,8 +141,27 @@ class RowMover:
         row.drop_caches()
         if not row.pages.is_out:
             self.swapped_out_bytes += row.pages.swap_out(blocks)
-        self._away.setdefault(row, [])
-        replace_tensors(row, lambda tensor: self._take_along(row, tensor))
+        self._take_all_along(row)
+
+    def _take_all_along(self, row: Row) -> None:
+        """Everything or, without memory for it, nothing: a row that waits would gather copies with every try."""
+        away, num_bytes = self._away.setdefault(row, []), self.swapped_out_bytes
+        num_away = len(away)
+        taken: dict[int, torch.Tensor] = {}
+
+        def take(tensor: torch.Tensor) -> torch.Tensor:
+            """The tensor itself; the copy that takes its place is in `taken`."""
+            if id(tensor) not in taken:
+                taken[id(tensor)] = self._take_along(row, tensor)
+            return tensor
+
+        try:
+            replace_tensors(row, take)
+        except BaseException:
+            del away[num_away:]
+            self.swapped_out_bytes = num_bytes
+            raise
+        replace_tensors(row, lambda tensor: taken.get(id(tensor), tensor))
 
     def _take_along(self, row: Row, tensor: torch.Tensor) -> torch.Tensor:
         if is_host(tensor.device):
