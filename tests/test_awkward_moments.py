@@ -30,6 +30,7 @@ from diffusers_continuous import (
     engine as engine_module,
 )
 from diffusers_continuous.models.qwen_image import QwenImageStepModel
+from diffusers_continuous.scheduler import StepScheduler
 from test_engine import SMALL, Gate, assert_is_empty
 
 WAIT_S = 60  # far above what anything here takes; only a hang reaches it
@@ -402,6 +403,31 @@ def test_who_holds_an_unread_stream_is_served_while_a_change_waits_for_that(pipe
     assert images.shape == (1, 16, 64)
     assert outputs[-1].status is RequestStatus.FINISHED
     assert moving.outcome() is pipe
+
+
+def test_a_callback_that_takes_its_time_takes_nobody_out_of_the_pool(pipe, monkeypatch):
+    monkeypatch.setattr(engine_module, "REAP_EVERY_S", 0.01)
+    call = {"prompt": "a ring", **SMALL}
+    (row,) = pipe._make_request(**call).rows
+    num_blocks = pipe.init_continuous_batching().runner.num_blocks_of(row)
+    pipe.engine.stop()
+    engine = pipe.init_continuous_batching(num_blocks=num_blocks, cpu_offload_space=0.0)
+    release, num_looks, looked = engine._release_the_stuck, [], threading.Event()
+
+    def look():
+        release()
+        num_looks.append(1)
+        if len(num_looks) == 3:
+            looked.set()
+
+    engine._release_the_stuck = look
+    passed = []
+    monkeypatch.setattr(StepScheduler, "let_pass", lambda _, state: passed.append(state))
+    slow = {**call, "callback_on_step_end": lambda *_: looked.wait(WAIT_S) and {}}
+    outputs = pipe.generate_batch([slow, call]).values()
+    assert [output.error for output in outputs] == [None, None]
+    assert looked.is_set()
+    assert passed == []
 
 
 @pytest.fixture

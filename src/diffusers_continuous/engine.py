@@ -89,7 +89,8 @@ class DiffusionEngine:
         self._is_hard_stop = False
         self._abandoned: deque[RequestState] = deque()
         self._ended: list[RequestState] = []
-        self._waits_for_nobody = False  # a callback is due in a thread that has ended
+        self._is_stuck = False  # callers have had their time to run the callbacks that are due
+        self._calling: set[threading.Thread] = set()  # who runs one now
         self._stopping_threads: list[threading.Thread] = []  # who waits for the loop's end
         self._make_locks()
         scheduler.is_phased = runner.is_phased
@@ -230,7 +231,7 @@ class DiffusionEngine:
         me = threading.current_thread()
         if any(state.is_in_callback and state.caller_thread is me for state in self._active.values()):
             raise RuntimeError("a stream of this thread waits for its callback to be run: finish or close it first")
-        if self._waits_for_nobody:
+        if self._is_stuck and any(thread is not None and not thread.is_alive() for thread in self._callers()):
             raise RuntimeError(
                 "a stream whose thread has ended waits for its callback to be run: read or close it first"
             )
@@ -432,7 +433,7 @@ class DiffusionEngine:
     def _next_output(self) -> SchedulerOutput | None:
         """Wait until there is something to do, and decide what; None when the loop is to end."""
         with self._condition:
-            self._is_in_step = self._waits_for_nobody = False
+            self._is_in_step = self._is_stuck = False
             self._condition.notify_all()
             idle_since = self.clock()
             while True:
@@ -451,16 +452,20 @@ class DiffusionEngine:
                         self._is_in_step = True
                         return output
                 self._condition.wait(REAP_EVERY_S if self._active else None)
-                if self.clock() - idle_since >= REAP_EVERY_S:  # callers have had their time to run due callbacks
+                if self.clock() - idle_since >= REAP_EVERY_S:
+                    self._is_stuck = True
+                    self._condition.notify_all()
                     self._release_the_stuck()
+
+    def _callers(self) -> set[threading.Thread | None]:
+        """In whose threads callbacks are due."""
+        return {state.caller_thread for state in self._active.values() if state.is_in_callback}
 
     def _release_the_stuck(self) -> None:
         """Nobody waits for callbacks that are due in a thread which itself waits for something else."""
         if self._stopping_threads:
             self._fail_callbacks_of_nobody(self._stopping_threads)
-        threads = {state.caller_thread for state in self._active.values() if state.is_in_callback}
-        self._waits_for_nobody = any(thread is not None and not thread.is_alive() for thread in threads)
-        self._condition.notify_all()
+        threads = self._callers() - self._calling.copy()  # others only take their time
         for state in self._active.values():
             if state.caller_thread in threads and not (state.is_in_callback or state.passes_hold):
                 self.scheduler.let_pass(state)
@@ -566,12 +571,16 @@ class DiffusionEngine:
 
         def run() -> Any:
             """What the callback returned; runs in the caller's thread, without the engine's lock."""
-            caller, state.caller_thread = state.caller_thread, threading.current_thread()
+            me = threading.current_thread()
+            caller, state.caller_thread = state.caller_thread, me
             self._mine.num_callbacks = getattr(self._mine, "num_callbacks", 0) + 1
+            self._calling.add(me)
             try:
                 return callback.run(state)
             finally:
                 self._mine.num_callbacks -= 1
+                if not self._mine.num_callbacks:
+                    self._calling.discard(me)
                 state.caller_thread = caller
 
         return CallbackCall(run, lambda result, error: self._on_callback_reply(state, result, error))
