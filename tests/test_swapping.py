@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from typing import Any
 
 import numpy as np
@@ -274,7 +275,7 @@ def test_a_call_whose_callback_waits_for_another_picture_makes_way_for_it(make_p
     engine.start()
     stream = pipe.stream(seed=1, callback_on_step_end=lambda *_: {}, **call)
     while not stream._state.is_in_callback:
-        pass
+        threading.Event().wait(0.001)  # without a pause it would keep the interpreter busy
     assert pipe("a star", **SMALL).images  # the stream's callback is not run before it is read
     assert engine.stats().swapped_out_bytes > 0
     *_, last = stream
