@@ -705,7 +705,8 @@ def _lock_of(pipe: Any) -> threading.RLock:
 
 
 # Of each transformer: engines that share one, of two pipelines or where the last one is still draining, take turns,
-# since components keep state while they run (LoRA scales, the VAE's cache, the tokenizer).
+# since components keep state while they run: its LoRA scales, and those of the VAE and the tokenizer that mostly come
+# with it. Pipelines that share only these do not take turns.
 _step_locks: weakref.WeakKeyDictionary[torch.nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_step_locks.clear)  # who holds one is not there
